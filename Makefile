@@ -1,0 +1,79 @@
+# What a newcomer and CI run. `make` alone says what there is.
+# Each target works from a fresh clone: the first one that needs it makes a virtual environment in .venv.
+
+PORT ?= 8000
+ARGS ?=
+SHARED := ../shared
+# the first interpreter that can make a virtual environment and is new enough (a name on the path may be an empty shim)
+PYTHON ?= $(shell for p in python3.11 python3.13 python3.12 python3; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+RUN := .venv/bin/python
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help run test lint types bench conformance soak test-vllm clean
+
+help: ## say what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+
+run: .venv/run.stamp ## serve on PORT (8000) with the embedded synthetic upstream; ARGS is added to the command
+	@echo
+	@echo 'tokenpipe on port $(PORT), with a synthetic engine behind it. In another terminal, try:'
+	@echo
+	@echo "  curl -N http://127.0.0.1:$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\"
+	@echo "    -d '{\"model\": \"synthetic\", \"messages\": [{\"role\": \"user\", \"content\": \"hi\"}], \"stream\": true}'"
+	@echo
+	@exec $(RUN) -m gateway serve --port $(PORT) $(ARGS)
+
+# all three are run, so that one run shows all there is to mend; pytest comes last, with its closing line
+test: .venv/test.stamp ## ruff, mypy --strict and the tests; ARGS is added to pytest's command
+	@status=0; \
+	$(RUN) -m ruff check . || status=1; \
+	$(RUN) -m mypy --strict gateway || status=1; \
+	$(RUN) -m pytest $(ARGS) || status=1; \
+	exit $$status
+
+lint: .venv/test.stamp ## ruff alone
+	@$(RUN) -m ruff check .
+
+types: .venv/test.stamp ## mypy alone
+	@$(RUN) -m mypy --strict gateway
+
+bench: .venv/run.stamp ## processor time an event and a request, beside nginx's (needs gcc and nginx)
+	@if [ -f $(SHARED)/bench/compare.py ]; then \
+	  exec $(RUN) $(SHARED)/bench/compare.py \
+	    '$(RUN) -m gateway serve --port {port} --admin-port 0 --backend {upstream} --log-level warning' $(ARGS); \
+	else echo 'make bench: there is no $(SHARED)/bench/compare.py here'; fi
+
+conformance: .venv/run.stamp ## the conformance kit, if it lies beside this checkout; ARGS='--kind framing'
+	@if [ -f $(SHARED)/conformance/run.py ]; then \
+	  exec $(RUN) $(SHARED)/conformance/run.py \
+	    '$(RUN) -m gateway serve --port {port} --admin-port {admin} --backend {upstream}' \
+	    --config-command '$(RUN) -m gateway serve -c {config}' $(ARGS); \
+	else echo 'make conformance: there is no $(SHARED)/conformance/run.py here'; fi
+
+soak: .venv/test.stamp ## hours of load, faults and clients that leave, with a look at memory and descriptors
+	@exec $(RUN) -m tests.soak $(ARGS)
+
+test-vllm: .venv/test.stamp ## the tests that need a running vLLM
+	@exec $(RUN) -m pytest -m vllm $(ARGS)
+
+clean: ## remove what these targets made
+	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# Always from nothing, and the stamp last: an installation that was interrupted half way is never taken for a whole one.
+define install
+	@[ -n '$(PYTHON)' ] || { echo 'tokenpipe needs Python 3.11 or later with venv: apt-get install python3 python3-venv' >&2; exit 1; }
+	rm -rf .venv
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --use-pep517 -e '$(1)'
+endef
+
+.venv/run.stamp: setup.cfg setup.py
+	$(call install,.)
+	@touch $@
+
+.venv/test.stamp: setup.cfg setup.py
+	$(call install,.[test])
+	@touch .venv/run.stamp $@

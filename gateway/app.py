@@ -1,0 +1,572 @@
+"""The composition root: the only place that names every part, and puts them together.
+
+`Snapshot` is all that a configuration comes to; `App` is the running process. A reload makes a new snapshot, whole, and
+puts it in place of the old one in a single step, so that a request lives by one or by the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import ssl
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from aiohttp import http_parser, web
+
+from gateway import __version__, config as configuration
+from gateway.config import Address, BackendConfig, Config
+from gateway.control import systemd
+from gateway.control.admin import admin_app
+from gateway.control.probes import Probes, ProbeSettings, Target
+from gateway.core.admission import Admission
+from gateway.core.backend import Backend, HealthSettings
+from gateway.core.breaker import Breaker, BreakerSettings
+from gateway.core.exchange import Observer
+from gateway.core.inspection import Inspector, TokenRules
+from gateway.core.outcome import Outcome
+from gateway.core.pool import Pool
+from gateway.core.retry import Retries, RetrySettings
+from gateway.core.routing import Paths
+from gateway.errors import ConfigError, Ended, GatewayError
+from gateway.net.downstream import ClientSettings, Server
+from gateway.net.handler import Gateway, Local, Policy
+from gateway.net.tasks import Tasks
+from gateway.net.upstream import ConnectionPool, Origin, PoolSettings
+from gateway.net.watch import Timeouts
+from gateway.synthetic.server import SyntheticUpstream
+from gateway.synthetic.settings import MockSettings
+from gateway.telemetry import logs
+from gateway.telemetry.accesslog import AccessLog
+from gateway.telemetry.histogram import B_TPOT
+from gateway.telemetry.metrics import BackendSample, Metrics, Sources
+from gateway.telemetry.observer import Observers
+
+log = logging.getLogger("gateway")
+
+BACKLOG = 4096  # connections that the kernel accepts on our behalf while we are busy
+LAG_INTERVAL = 0.25  # seconds between looks at how late the event loop is
+LAST_WORDS = 1.0  # seconds that cut exchanges have to unwind before the process ends
+
+
+def serve(config: Config, config_path: Path | None, overrides: Mapping[str, object]) -> int:
+    """Run until a signal. Returns the exit status."""
+    if http_parser.HttpRequestParser.__module__ != "aiohttp._http_parser":
+        sys.stderr.write(
+            "tokenpipe: aiohttp's C extensions are missing or switched off (AIOHTTP_NO_EXTENSIONS); "
+            "install a wheel of aiohttp that has them: pip install --force-reinstall aiohttp\n"
+        )
+        return 1
+    logs.configure(config.log.level, config.log.format)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(App(config, config_path, overrides).run())
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+class App:
+    def __init__(self, config: Config, config_path: Path | None, overrides: Mapping[str, object]):
+        self.config, self._config_path, self._overrides = config, config_path, overrides
+        self._tasks = Tasks()
+        self._stopping = asyncio.Event()
+        self._at_once = asyncio.Event()
+        self._reloading = asyncio.Lock()
+        self._synthetic: SyntheticUpstream | None = None
+        self._servers: list[asyncio.Server] = []
+        self._fronts: list[Server] = []
+        self._unix_paths: list[Path] = []
+        self._admin: web.AppRunner | None = None
+
+    async def run(self) -> int:
+        try:
+            await self._start()
+        except (GatewayError, OSError) as error:
+            sys.stderr.write(f"tokenpipe: {error}\n")
+            await self._end()
+            return 1
+        with contextlib.suppress(NotImplementedError):
+            self._signals()
+        await self._stopping.wait()
+        await self._drain()
+        await self._end()
+        return 0
+
+    # starting ---------------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        config = self.config
+        self.metrics = Metrics(
+            Sources(
+                known_models=self._known_models,
+                live=lambda: self.gateway.exchanges(),
+                backends=self._backend_samples,
+                queue_depth=lambda: self.gateway.admission.waiting,
+                write_buffer_bytes=lambda: sum(c.buffered for front in self._fronts for c in front.clients),
+            ),
+            wall=time.time,
+            version=__version__,
+            labels=config.metrics.labels,
+            max_models=config.metrics.max_models,
+        )
+        parts: list[Observer] = [self.metrics]
+        if config.log.access:
+            loop = asyncio.get_running_loop()
+            self._lines = logs.LineWriter(sys.stderr, lambda flush: loop.call_later(0.05, flush))
+            parts.append(AccessLog(self._lines, wall=time.time, form=config.log.format))
+        observer: Observer = parts[0] if len(parts) == 1 else Observers(*parts)
+        if not config.backends or config.loadtest.enabled:
+            await self._start_synthetic()
+        backends, connections, targets = self._members(config)
+        pool = Pool(backends, config.balance)
+        self.gateway = Gateway(
+            _policy(config),
+            pool,
+            connections,
+            Admission(config.limits.in_flight, config.limits.queue, lambda: pool.has_room),
+            Retries(_retry(config)),
+            observer,
+            B_TPOT,
+            self._loopback() if config.loadtest.enabled else None,
+            self._model_list,
+        )
+        self.probes = Probes(self.gateway.admission.wake)
+        await self._listen()
+        await self.probes.watch(targets, _probing(config))
+        self._tasks.spawn(self._measure_lag(), "event loop lag")
+        public = ", ".join(self._public)
+        sys.stderr.write(f"listening on {public}, admin on {self._admin_url}\n")
+        sys.stderr.flush()
+        systemd.notify(f"READY=1\nSTATUS=serving {len(backends)} backend(s) on {public}")
+
+    async def _start_synthetic(self) -> None:
+        """The embedded synthetic upstream, on a loopback port of its own."""
+        mock = self.config.mock
+        self._synthetic = SyntheticUpstream(MockSettings(port=0, ttft=mock.ttft, itl=mock.itl, tokens=mock.tokens))
+        url = await self._synthetic.start()
+        if not self.config.backends:
+            sys.stderr.write(f"no backend is configured: serving the embedded synthetic upstream ({url}); add --backend URL for a real one\n")
+
+    def _members(self, config: Config) -> tuple[list[Backend], dict[str, ConnectionPool], list[Target]]:
+        """Backends, their connection pools, and where to probe them. Those that stay as they were are kept."""
+        configs = config.backends
+        if not configs:
+            assert self._synthetic is not None
+            configs = [_synthetic_backend(self._synthetic.url)]
+        old_backends = {b.name: b for b in self.gateway.pool.backends} if hasattr(self, "gateway") else {}
+        old_connections = self.gateway.connections if hasattr(self, "gateway") else {}
+        settings = PoolSettings(config.pool.idle, config.pool.max_idle, config.pool.max_age)
+        backends, connections, targets = [], {}, []
+        for one in configs:
+            origin = _origin(one)
+            breaker = BreakerSettings(config.breaker.failures, config.breaker.window, config.breaker.open)
+            backend, pool = old_backends.get(one.name), old_connections.get(one.name)
+            if backend is None or backend.url != one.url:
+                backend = Backend(one.name, one.url)
+                backend.breaker = Breaker(breaker)
+            backend.weight, backend.max_in_flight, backend.breaker.settings = one.weight, one.max_in_flight, breaker
+            if pool is None or pool.settings != settings or not _same_origin(pool.origin, origin):
+                pool = ConnectionPool(origin, settings, asyncio.get_running_loop())
+            backends.append(backend)
+            connections[one.name] = pool
+            unix = origin.host if origin.port is None else None
+            base = "http://localhost" if unix is not None else one.url
+            targets.append(Target(backend, base, unix, origin.tls, origin.credential))
+        return backends, connections, targets
+
+    def _loopback(self) -> tuple[Pool, dict[str, ConnectionPool]]:
+        """The synthetic upstream as a pool of its own, for /loadtest."""
+        assert self._synthetic is not None
+        one = _synthetic_backend(self._synthetic.url)
+        pool = ConnectionPool(_origin(one), PoolSettings(), asyncio.get_running_loop())
+        return Pool([Backend(one.name, one.url)]), {one.name: pool}
+
+    # listening --------------------------------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        config, loop = self.config, asyncio.get_running_loop()
+        tls = _server_tls(config)
+        scheme = "https" if tls is not None else "http"
+        settings = _client_settings(config)
+        self._public = []
+        passed = systemd.listen_fds()
+        for sock in passed or [self._bind(address) for address in config.listen]:
+            front = Server(self.gateway.handle, settings, scheme.encode())
+            server = await loop.create_server(front, sock=sock, ssl=tls, backlog=BACKLOG) if sock.family != socket.AF_UNIX else (
+                await loop.create_unix_server(front, sock=sock, ssl=tls, backlog=BACKLOG)
+            )
+            self._fronts.append(front)
+            self._servers.append(server)
+            self._public.append(_url(scheme, sock))
+        sock = self._bind(config.admin.listen)
+        token = config.admin.token_file.reveal() if config.admin.token_file is not None else None
+        self._admin = web.AppRunner(admin_app(Control(self), token=token), access_log=None, shutdown_timeout=1.0)
+        await self._admin.setup()
+        await web.SockSite(self._admin, sock, backlog=128).start()
+        self._admin_url = _url("http", sock)
+
+    def _bind(self, address: Address) -> socket.socket:
+        """A bound socket. Raises ConfigError, saying what to do about it."""
+        if address.path is not None:
+            return self._bind_unix(Path(address.path))
+        try:
+            family, _, _, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(where)
+            sock.listen(BACKLOG)
+        except OSError as error:
+            hint = "another program listens there; stop it, or choose another port (--port, --admin-port, or listen and admin.listen)"
+            raise ConfigError(f"cannot listen on {address}: {error.strerror or error}; {hint}") from None
+        sock.setblocking(False)
+        return sock
+
+    def _bind_unix(self, path: Path) -> socket.socket:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(path.stat().st_mode):
+                raise ConfigError(f"cannot listen on unix:{path}: a file that is no socket stands there")
+            with socket.socket(socket.AF_UNIX) as probe:
+                try:
+                    probe.connect(str(path))
+                except OSError:
+                    path.unlink(missing_ok=True)  # left behind by a process that is gone
+                else:
+                    raise ConfigError(f"cannot listen on unix:{path}: another program listens there")
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.bind(str(path))
+            sock.listen(BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on unix:{path}: {error.strerror or error}") from None
+        sock.setblocking(False)
+        self._unix_paths.append(path)
+        return sock
+
+    def _signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._tasks.spawn(self._reload_logged(), "reload"))
+
+    def _stop(self) -> None:
+        if self._stopping.is_set():
+            self._at_once.set()
+        self._stopping.set()
+
+    # stopping ---------------------------------------------------------------------------------------------------------
+
+    async def _drain(self) -> None:
+        """No new work; what is under way may finish, until the drain limit or a second signal."""
+        gateway = self.gateway
+        seconds = self.config.timeouts.drain
+        gateway.draining = True
+        systemd.notify(f"STOPPING=1\nSTATUS=draining {len(gateway.live)} exchange(s), for at most {seconds:g} s")
+        log.info("stopping: %d exchanges under way, %g s for them to end (a second signal ends them at once)", len(gateway.live), seconds)
+        await asyncio.sleep(0)  # what has been accepted already is answered, not reset
+        for server in self._servers:
+            server.close()
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._at_once.is_set():
+            for client in self._clients():
+                if client.idle and client.transport is not None:
+                    client.transport.close()
+            if not gateway.live:
+                break
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await self._at_once.wait()
+        if gateway.live:
+            log.warning("the drain limit cuts %d exchanges", len(gateway.live))
+            gateway.interrupt(Ended(Outcome.DRAINING, "the gateway is shutting down"))
+            deadline = time.monotonic() + LAST_WORDS
+            while gateway.live and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+
+    def _clients(self) -> Iterable[Any]:
+        return [client for front in self._fronts for client in front.clients]
+
+    async def _end(self) -> None:
+        for server in self._servers:
+            server.close()
+        if hasattr(self, "probes"):
+            await self.probes.stop()
+        if hasattr(self, "gateway"):
+            await self.gateway.stop()
+            for pool in self.gateway.connections.values():
+                pool.close()
+        for client in list(self._clients()):
+            if client.transport is not None:
+                client.transport.close()
+        if self._admin is not None:
+            await self._admin.cleanup()
+        if self._synthetic is not None:
+            await self._synthetic.stop()
+        await self._tasks.stop()
+        for path in self._unix_paths:
+            path.unlink(missing_ok=True)
+        if hasattr(self, "_lines"):
+            self._lines.flush()
+
+    # reloading --------------------------------------------------------------------------------------------------------
+
+    async def reload(self) -> None:
+        """Read the configuration anew, and put it in force; or raise ConfigError, and change nothing."""
+        async with self._reloading:
+            try:
+                config = await asyncio.to_thread(configuration.load, self._config_path, self._overrides)
+                self._refuse_what_needs_a_restart(config)
+                members = self._members(config) if config.backends or self._synthetic is not None else None
+            except ConfigError:
+                self.metrics.reloaded(success=False)
+                raise
+            except OSError as error:  # TLS files
+                self.metrics.reloaded(success=False)
+                raise ConfigError(str(error)) from None
+            assert members is not None
+            backends, connections, targets = members
+            await self._put_in_force(config, backends, connections, targets)
+            self.metrics.reloaded(success=True)
+
+    def _refuse_what_needs_a_restart(self, config: Config) -> None:
+        old = self.config
+        fixed = {
+            "listen": (old.listen, config.listen),
+            "admin": (old.admin, config.admin),
+            "tls": (old.tls, config.tls),
+            "loadtest": (old.loadtest, config.loadtest),
+            "mock": (old.mock, config.mock),
+            "metrics": (old.metrics, config.metrics),
+            "log.access": (old.log.access, config.log.access),
+            "log.format": (old.log.format, config.log.format),
+        }
+        changed = [key for key, (before, now) in fixed.items() if before != now]
+        if not config.backends and old.backends:
+            changed.append("backends (to none)")
+        if changed:
+            raise ConfigError(f"{', '.join(changed)}: cannot be changed without a restart; nothing has been changed")
+
+    async def _put_in_force(self, config: Config, backends: list[Backend], connections: dict[str, ConnectionPool], targets: list[Target]) -> None:
+        gateway = self.gateway
+        dropped = [pool for name, pool in gateway.connections.items() if connections.get(name) is not pool]
+        gateway.pool.apply(backends, config.balance)
+        gateway.connections = connections
+        gateway.policy = _policy(config)
+        gateway.retries.settings = _retry(config)
+        gateway.admission.limit, gateway.admission.queue_limit = config.limits.in_flight, config.limits.queue
+        for front in self._fronts:
+            front.settings = _client_settings(config)
+        logging.getLogger().setLevel(config.log.level.upper())
+        self.config = config
+        gateway.admission.wake()
+        for pool in dropped:
+            pool.close()
+        await self.probes.watch(targets, _probing(config))
+        log.info("the configuration has been read again and is in force")
+
+    async def _reload_logged(self) -> None:
+        systemd.notify("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic_ns() // 1000))
+        try:
+            await self.reload()
+        except ConfigError as error:
+            log.error("the configuration is refused, and the old one goes on: %s", error)
+        systemd.notify("READY=1")
+
+    # small things -----------------------------------------------------------------------------------------------------
+
+    def _known_models(self) -> set[str]:
+        return {model for backend in self.gateway.pool.backends for model in backend.models}
+
+    def _backend_samples(self) -> Iterable[BackendSample]:
+        connections = self.gateway.connections
+        return [
+            BackendSample(b.name, b.routable, b.state, b.in_flight, connections[b.name].size) for b in self.gateway.pool.backends
+        ]
+
+    async def _model_list(self) -> Local:
+        """GET /v1/models over several backends: each model once, described by the first backend that serves it."""
+        cards: dict[str, dict[str, Any]] = {}
+        for backend in self.gateway.pool.backends:
+            if backend.routable:
+                for card in self.probes.cards(backend.name):
+                    cards.setdefault(card["id"], card)
+        return Local(200, json.dumps({"object": "list", "data": list(cards.values())}).encode())
+
+    async def _measure_lag(self) -> None:
+        while True:
+            asked = time.monotonic()
+            await asyncio.sleep(LAG_INTERVAL)
+            self.metrics.loop_lag(max(time.monotonic() - asked - LAG_INTERVAL, 0.0))
+
+
+class Control:
+    """What the admin listener may ask (control.admin.Control)."""
+
+    def __init__(self, app: App):
+        self._app = app
+
+    async def reload(self) -> None:
+        await self._app.reload()
+
+    def render_metrics(self, accept: str | None) -> tuple[bytes, str]:
+        return self._app.metrics.render(accept)
+
+    def ready(self) -> str | None:
+        if self._app.gateway.draining:
+            return "draining"
+        return None if self._app.gateway.pool.routable else "no backend can be reached"
+
+    def backends(self) -> list[dict[str, Any]]:
+        connections = self._app.gateway.connections
+        return [
+            {
+                "name": b.name,
+                "url": b.url,
+                "state": b.state,
+                "health": b.health.value,
+                "breaker": b.breaker.state.value,
+                "in_flight": b.in_flight,
+                "max_in_flight": b.max_in_flight,
+                "weight": b.weight,
+                "connections": connections[b.name].size,
+                "models": list(b.models),
+            }
+            for b in self._app.gateway.pool.backends
+        ]
+
+    def streams(self) -> list[dict[str, Any]]:
+        now = time.monotonic()
+        return [
+            {
+                "request_id": x.request_id,
+                "client": x.client,
+                "method": x.method,
+                "path": x.path,
+                "model": x.model,
+                "backend": x.backend,
+                "phase": x.phase.value,
+                "age_s": round(now - x.accepted, 3),
+                "output_events": x.meter.events if x.meter is not None else 0,
+                "bytes_out": x.bytes_out,
+                "paused": x.paused_at is not None,
+            }
+            for x in self._app.gateway.exchanges()
+        ]
+
+    def abort(self, request_id: str) -> bool:
+        return bool(self._app.gateway.interrupt(Ended(Outcome.DRAINING, "an operator ended the exchange"), request_id))
+
+    def config(self) -> dict[str, Any]:
+        return configuration.effective(self._app.config)
+
+
+# from the configuration to each part's own settings -------------------------------------------------------------------
+
+
+def _policy(config: Config) -> Policy:
+    limits, timeouts, fields = config.limits, config.timeouts, config.fields
+    rules = {name: getattr(fields, name) for name in ("kv_transfer_params", "ec_transfer_params", "bootstrap_room")}
+    watched = {name: rule for name, rule in rules.items() if rule != "pass"}
+    tokens = TokenRules(limits.max_tokens.default, limits.max_tokens.cap, limits.max_tokens.over == "reject")
+    return Policy(
+        paths=Paths(config.paths.allow, config.paths.deny),
+        inspector=Inspector(watched, tokens, config.usage == "inject"),
+        timeouts=Timeouts(
+            timeouts.request_body,
+            timeouts.queue,
+            timeouts.connect,
+            timeouts.first_byte,
+            timeouts.idle,
+            timeouts.client_write,
+            timeouts.progress,
+            timeouts.total,
+        ),
+        request_body=limits.request_body,
+        forwarded=config.headers.forwarded,
+        error_events=config.on_truncation == "error_event",
+        comment=config.keepalive_comment.interval,
+        coalesce=(config.coalesce.delay, config.coalesce.bytes) if config.coalesce.delay is not None else None,
+        looks=bool(watched) or tokens != TokenRules() or config.usage == "inject",
+    )
+
+
+def _client_settings(config: Config) -> ClientSettings:
+    return ClientSettings(
+        config.limits.request_head, config.timeouts.request_header, config.timeouts.keepalive, config.limits.write_buffer
+    )
+
+
+def _retry(config: Config) -> RetrySettings:
+    return RetrySettings(config.retry.attempts, config.retry.budget, config.retry.replay_stale)
+
+
+def _probing(config: Config) -> ProbeSettings:
+    health = config.health
+    return ProbeSettings(
+        health.path, health.interval, health.timeout, config.discovery.interval, HealthSettings(health.fail, health.pass_)
+    )
+
+
+def _synthetic_backend(url: str) -> BackendConfig:
+    return BackendConfig(url=url, name="synthetic")
+
+
+def _origin(one: BackendConfig) -> Origin:
+    address = one.address
+    tls = _backend_tls(one) if one.scheme == "https" else None
+    credential = one.api_key_file.reveal().encode() if one.api_key_file is not None else None
+    if address.path is not None:
+        return Origin(one.name, address.path, None, None, b"localhost", credential)
+    default = {"http": 80, "https": 443}[one.scheme]
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    field = host if address.port == default else f"{host}:{address.port}"
+    return Origin(one.name, address.host, address.port, tls, field.encode(), credential)
+
+
+def _same_origin(one: Origin, other: Origin) -> bool:
+    """Contexts are made anew at each reload: connections stay only where there is no TLS to have changed."""
+    return one.tls is None and other.tls is None and one == other
+
+
+def _backend_tls(one: BackendConfig) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(one.tls.ca) if one.tls.ca is not None else None)
+    if not one.tls.verify:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if one.tls.certificate is not None:
+        context.load_cert_chain(one.tls.certificate, one.tls.key)
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _server_tls(config: Config) -> ssl.SSLContext | None:
+    if config.tls.certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.tls.certificate, config.tls.key)
+        if config.tls.client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(config.tls.client_ca)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"tls: the certificate, its key or client_ca cannot be used: {error}") from None
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _url(scheme: str, sock: socket.socket) -> str:
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
+    host, port = sock.getsockname()[:2]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

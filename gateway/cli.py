@@ -1,0 +1,174 @@
+"""The command `tokenpipe`: flags in, exit status out.
+
+A command returns its status; what it raises becomes one message on standard error and a status here, in `run`, so that
+no command prints an error of its own. Each imports what it needs only when it runs: `--help` must not wait for aiohttp.
+
+    0  an orderly end
+    2  bad usage, or a configuration that cannot be used
+    1  anything else
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from gateway import __version__
+from gateway.errors import ConfigError, GatewayError
+
+_CONFIG = click.Path(path_type=Path)  # whether it can be read is for the loader to say, in its own words
+
+_Command = TypeVar("_Command", bound=Callable[..., int])
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="tokenpipe", message="%(prog)s %(version)s")
+def cli() -> None:
+    """A streaming gateway in front of vLLM.
+
+    \b
+    Try it without an engine:
+      tokenpipe serve
+      curl -N http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+        -d '{"model": "synthetic", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
+    """
+
+
+def _serve_options(command: _Command) -> _Command:
+    """The flags of `serve` that override the file. Their parameters' names are what `config.load` knows them by."""
+    options = (
+        click.option("--host", help="Address of the public listener.  [127.0.0.1]"),
+        click.option("--port", type=int, help="Its port; 0 takes a free one.  [8000]"),
+        click.option("--admin-host", help="Address of the admin listener: metrics, health, management.  [127.0.0.1]"),
+        click.option("--admin-port", type=int, help="Its port; 0 takes a free one.  [9400]"),
+        click.option(
+            "--backend",
+            metavar="URL",
+            multiple=True,
+            help="An engine: http://HOST:PORT, https://HOST:PORT or unix:/PATH. Repeat it for more. These replace the"
+            " file's backends.",
+        ),
+        click.option("--workers", type=int, metavar="N", help="Processes that relay.  [1]"),
+        click.option("--log-level", metavar="debug|info|warning|error", help="The least that is logged.  [info]"),
+        click.option("--log-format", metavar="text|json", help="How a line of the log looks.  [text]"),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@cli.command()
+@click.option("-c", "--config", "config_path", type=_CONFIG, metavar="FILE", help="The configuration, in YAML.")
+@_serve_options
+def serve(config_path: Path | None, **flags: Any) -> int:
+    """Run the gateway.
+
+    A flag overrides the file. With no backend at all, a synthetic engine is run inside, to try things out.
+
+    \b
+    Examples:
+      tokenpipe serve --backend http://10.0.0.1:8000 --backend http://10.0.0.2:8000
+      tokenpipe serve -c /etc/tokenpipe.yaml --log-format json
+
+    SIGTERM or SIGINT: no new requests, and those under way are let finish; a second one stops at once. SIGHUP reads the
+    configuration again.
+    """
+    from gateway.config import load
+
+    overrides = {name: value for name, value in flags.items() if value not in (None, ())}
+    config = load(config_path, overrides)
+
+    from gateway.app import serve as serve_until_stopped
+
+    return serve_until_stopped(config, config_path, overrides)
+
+
+@cli.command()
+@click.option("-c", "--config", "config_path", type=_CONFIG, metavar="FILE", required=True, help="The file to check.")
+def check(config_path: Path) -> int:
+    """Validate a configuration, and print what it comes to.
+
+    Prints the effective configuration, with every default filled in and secrets as ***. Where it cannot be used, says
+    all that is wrong, one a line with file, line and key, and exits with status 2.
+
+    \b
+    Example:
+      tokenpipe check -c /etc/tokenpipe.yaml && systemctl reload tokenpipe
+    """
+    from gateway.config import effective, load
+    from gateway.configfile import render
+
+    click.echo(render(effective(load(config_path))), nl=False)
+    return 0
+
+
+@cli.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=int, default=8001, show_default=True, help="Its port; 0 takes a free one.")
+@click.option("--model", metavar="NAME", default="synthetic", show_default=True, help="The model it claims to serve.")
+@click.option("--ttft", metavar="SECONDS", default="0.05", show_default=True, help="Time to the first token.")
+@click.option("--itl", metavar="SECONDS", default="0.02", show_default=True, help="Time between tokens.")
+@click.option("--tokens", type=int, metavar="N", default=64, show_default=True, help="Tokens in an answer.")
+@click.option("--seed", type=int, metavar="N", default=0, show_default=True, help="The same seed, the same answers.")
+def mock(host: str, port: int, model: str, ttft: str, itl: str, tokens: int, seed: int) -> int:
+    """Run the synthetic engine alone: a stand-in for `vllm serve`.
+
+    SECONDS is a number, or a distribution to draw from: constant:SECONDS, normal:MEAN:STDDEV, uniform:LOW:HIGH,
+    exponential:MEAN or lognormal:MEDIAN:SIGMA.
+
+    \b
+    Example:
+      tokenpipe mock --port 8001 --ttft lognormal:0.2:0.5 --itl 0.01 --tokens 256
+    """
+    from gateway.synthetic.server import run as run_mock
+    from gateway.synthetic.settings import MockSettings
+
+    try:
+        settings = MockSettings(host=host, port=port, model=model, ttft=ttft, itl=itl, tokens=tokens, seed=seed)
+    except ValueError as error:  # it begins with the setting's name, which is the flag's
+        raise ConfigError(f"--{error}") from None
+    return run_mock(settings)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line. Returns the exit status; never raises, but for what ends a process on purpose."""
+    try:
+        status = cli.main(list(arguments), prog_name="tokenpipe", standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except ConfigError as error:
+        _say(str(error))
+        return 2
+    except GatewayError as error:
+        _say(str(error))
+    except BrokenPipeError:
+        # Whoever read our output has left. The interpreter would stumble over it once more when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        _say(": ".join(str(part) for part in (error.filename, error.strerror) if part) or str(error))
+    except (click.Abort, KeyboardInterrupt):
+        _say("interrupted")
+    except Exception as error:
+        if sys.flags.dev_mode:  # python -X dev -m gateway ...
+            traceback.print_exc()
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        _say(f"internal error: {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})")
+    return 1
+
+
+def _say(text: str) -> None:
+    for line in text.splitlines():
+        click.echo(f"tokenpipe: {line}", err=True)
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The slow path: probes, the admin listener, reload. It meets the data path only in snapshots."""

@@ -1,0 +1,16 @@
+"""The backend with the fewest exchanges in flight for its weight; among equals, the one that has waited longest.
+
+Ties are the rule with short requests, and a fixed order among equals would send all of them to the first backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.core.backend import Backend
+
+
+def least_loaded(candidates: Sequence[Backend], turn: int) -> Backend:
+    chosen = min(candidates, key=lambda b: (b.in_flight / b.weight, b.picked))
+    chosen.picked = turn
+    return chosen

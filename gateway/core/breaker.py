@@ -1,0 +1,77 @@
+"""A circuit breaker for one backend: what its requests say of it, beside what probes say.
+
+    state      input     next
+    CLOSED     failure   CLOSED, or OPEN at the `failures`th within `window` seconds
+    CLOSED     success   CLOSED (failures are forgotten)
+    OPEN       time      HALF_OPEN after `open` seconds
+    HALF_OPEN  trial     HALF_OPEN, its one trial request being under way
+    HALF_OPEN  success   CLOSED
+    HALF_OPEN  failure   OPEN
+
+Only failures of the backend count: what a client did, and statuses that the backend chose to send, never do.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from typing import NamedTuple
+
+
+class State(enum.StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class BreakerSettings(NamedTuple):
+    failures: int = 5
+    window: float = 30.0
+    open: float = 10.0
+
+
+class Breaker:
+    __slots__ = ("_failed_at", "_opened_at", "_trial", "settings", "state")
+
+    def __init__(self, settings: BreakerSettings):
+        self.settings = settings
+        self.state = State.CLOSED
+        self._failed_at: deque[float] = deque(maxlen=settings.failures)
+        self._opened_at = 0.0
+        self._trial = False  # half open, and the trial request is under way
+
+    def allows(self, now: float) -> bool:
+        """Whether a request may be sent. Says so of a half-open breaker until `sent` is called."""
+        if self.state is State.CLOSED:
+            return True
+        if self.state is State.OPEN and now - self._opened_at >= self.settings.open:
+            self.state, self._trial = State.HALF_OPEN, False
+        return self.state is State.HALF_OPEN and not self._trial
+
+    def sent(self) -> None:
+        if self.state is State.HALF_OPEN:
+            self._trial = True
+
+    def succeeded(self) -> None:
+        if self.state is not State.OPEN:  # an answer to what was sent before it opened closes nothing
+            self.state, self._trial = State.CLOSED, False
+            self._failed_at.clear()
+
+    def failed(self, now: float) -> None:
+        if self.state is State.HALF_OPEN:
+            self._trip(now)
+        elif self.state is State.CLOSED:
+            self._failed_at.append(now)
+            if len(self._failed_at) == self.settings.failures and now - self._failed_at[0] <= self.settings.window:
+                self._trip(now)
+
+    def neither(self) -> None:
+        """The request in hand said nothing of the backend (its client left): another one may be the trial."""
+        self._trial = False
+
+    def _trip(self, now: float) -> None:
+        self.state, self._opened_at, self._trial = State.OPEN, now, False
+        self._failed_at.clear()
+
+    def __repr__(self) -> str:
+        return f"<Breaker {self.state}>"

@@ -1,0 +1,145 @@
+"""What every dialect has: how it reads an event, an answer and a request, and how it words an error.
+
+A dialect is the shape of one API. It is stateless: one event's octets go in, one `Reading` comes out, and the meter
+adds the readings up. Only the fields that matter are decoded, into typed structs; what does not decode says nothing,
+and an odd usage (numbers as strings, say) must not hide the event that it comes with. Nothing here raises.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+
+from gateway.core.outcome import RULINGS
+from gateway.core.sse import Event
+
+T = TypeVar("T")
+
+UNREADABLE: Final = (ValueError, RecursionError)  # msgspec's own errors are ValueErrors
+ONE: Final = (0,)  # the choices of an event in which there is only one
+
+# What may be counted. A number beyond it is a mistake, and would not survive as a float.
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+
+
+class Reading(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """What one event, or one whole answer, says."""
+
+    output: bool = False  # an output event: it carries what a token brought
+    visible: bool = False  # and what it carries is shown to people: no reasoning, no token without text
+    choices: tuple[int, ...] = ()  # the indexes that it names
+    tokens: int | None = None  # of choices[0], so far: usage that goes along with the choice
+    token_ids: int = 0  # how many ids of generated tokens it carries
+    finish_reason: str | None = None
+    terminal: bool = False  # the stream says that it is complete
+    error: str | None = None  # the error's type or code, never its message: that may quote a prompt
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None  # of the whole answer
+    usage_only: bool = False  # it exists for its usage alone
+    # Where the event says nothing beyond "one more output like this": the key of the one string that makes it so, the
+    # string, and how short it may become without changing what the event says (`Meter.shape`).
+    key: bytes = b""
+    text: str = ""
+    least: int = 1
+
+
+NOTHING: Final = Reading()
+
+
+class RequestFacts(msgspec.Struct, frozen=True, gc=False):
+    """What the gateway needs to know of a request's body. A field is None where it is absent or of no use."""
+
+    model: str | None = None
+    stream: bool = False
+    max_tokens: int | None = None
+
+
+class _Request(msgspec.Struct, gc=False):
+    model: Any = None
+    stream: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+
+
+# What pydantic, and so vLLM, takes for true besides `true`.
+_TRUE: Final = frozenset({"1", "on", "t", "true", "y", "yes"})
+
+_request = msgspec.json.Decoder(_Request)
+
+
+class Dialect(abc.ABC):
+    __slots__ = ()
+
+    name: str
+    max_tokens_fields: tuple[str, ...] = ("max_tokens",)  # the first that is given holds
+
+    @abc.abstractmethod
+    def read(self, event: Event) -> Reading:
+        """What one event of a stream says."""
+
+    @abc.abstractmethod
+    def read_whole(self, body: bytes) -> Reading:
+        """What an unstreamed answer says."""
+
+    def error_event(self, code: str, message: str) -> bytes:
+        """An error in the middle of a stream, as one event."""
+        return b"data: %b\n\n" % self.error_body(code, message)
+
+    def error_body(self, code: str, message: str, type: str | None = None, param: str | None = None) -> bytes:
+        """The JSON of a refusal. Its type, if not given, is the code's own."""
+        error = {"message": clean(message), "type": type or type_of(code), "param": param, "code": code}
+        return msgspec.json.encode({"error": error})
+
+    def facts(self, body: bytes) -> RequestFacts | None:
+        """What a request asks; None if its body is no JSON object."""
+        try:
+            request = _request.decode(body)
+        except UNREADABLE:
+            return None
+        model, stream = request.model, request.stream
+        given = (getattr(request, field) for field in self.max_tokens_fields)
+        limits = (limit for limit in given if isinstance(limit, int) and not isinstance(limit, bool))
+        return RequestFacts(
+            model=model if isinstance(model, str) else None,
+            stream=stream is True or stream == 1 or (isinstance(stream, str) and stream.lower() in _TRUE),
+            max_tokens=next(limits, None),
+        )
+
+
+def type_of(code: str) -> str:
+    ruling = RULINGS.get(code)
+    return ruling.type if ruling else "api_error"
+
+
+def clean(text: str) -> str:
+    """Text that can be encoded: a lone surrogate, from a path or a header, cannot."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def name_of(error: Any) -> str:
+    """A short word for an error, whatever shape it has."""
+    if isinstance(error, dict):
+        for word in (error.get("type"), error.get("code")):
+            if isinstance(word, str) and word:
+                return word[:64]
+            if isinstance(word, int) and -999_999 <= word <= 999_999:
+                return str(word)
+    return "error"
+
+
+def failed(reason: str | None) -> bool:
+    """Whether a finish reason is a failure: vLLM ends what it aborts at shutdown with "abort"."""
+    return reason in ("abort", "error")
+
+
+def part(decoder: msgspec.json.Decoder[T | None], raw: msgspec.Raw, default: T) -> T:
+    """A part that is decoded apart, so that an odd one does not hide what it comes with."""
+    octets = bytes(raw)
+    try:
+        return (decoder.decode(octets) if octets else None) or default
+    except UNREADABLE:
+        return default

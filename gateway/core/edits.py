@@ -1,0 +1,60 @@
+"""Changes to a stream that an option asks for; without one, a stream passes as it came."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+HELD_MOST = 65536  # octets of one event that are held back to see whether it is to go; a usage event has some 300
+_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[msgspec.Raw] | None = None
+    usage: msgspec.Raw = msgspec.Raw(b"")
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+class UsageStripper:
+    """usage: inject. Takes out exactly the event that the gateway's own stream_options.include_usage brought: no choices,
+    and a usage. Any other event passes, octet for octet, as soon as it is whole."""
+
+    def __init__(self) -> None:
+        self._held = b""
+        self._passing = False  # within an event that is too long to be held
+
+    def feed(self, pieces: list[bytes]) -> list[bytes]:
+        data = self._held + b"".join(pieces)
+        self._held = b""
+        out = []
+        at = 0
+        for match in _END.finditer(data):
+            event = data[at : match.end()]
+            at = match.end()
+            if self._passing or not _is_usage(event):
+                out.append(event)
+            self._passing = False
+        rest = data[at:]
+        if self._passing or len(rest) > HELD_MOST:
+            self._passing = True
+            out.append(rest)
+        else:
+            self._held = rest
+        return [b"".join(out)] if out else []
+
+    def end(self) -> list[bytes]:
+        held, self._held = self._held, b""
+        return [held] if held else []
+
+
+def _is_usage(event: bytes) -> bool:
+    if b'"usage"' not in event or not event.startswith(b"data:"):
+        return False
+    try:
+        chunk = _decode(event[5:].strip())
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    return chunk.choices == [] and bytes(chunk.usage) not in (b"", b"null")

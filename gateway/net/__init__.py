@@ -1,0 +1,1 @@
+"""The data path: where asyncio and aiohttp meet the wire."""

@@ -1,0 +1,433 @@
+"""One client's connection: aiohttp's server protocol, mended at its edge.
+
+aiohttp keeps the connection's life (one task a connection, one handler a request, keep-alive, cancellation when the client
+leaves). What a client sends is read by `core.framing.RequestReader` in place of aiohttp's own parser, so that one strict
+reading of each message is both what is checked and what is passed on, and so that
+
+- a request is handed on only when the one before it has been answered: what is pipelined waits in a bounded buffer;
+- a malformed body ends its exchange at once, also when the handler is long under way;
+- a head that never ends, or never comes, has a deadline;
+- an early refusal reaches a client that is still sending (`linger`).
+
+Writing needs no coroutine: the relay writes to `transport`, and is held back by `pause_writing` and `resume_writing`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, Protocol
+
+from aiohttp import web
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
+from aiohttp.web_protocol import RequestHandler
+
+from gateway.core.framing import RequestReader
+from gateway.core.head import Malformed, RequestHead
+from gateway.core.headers import Peer
+from gateway.errors import Refusal
+from gateway.net import sockets
+
+AHEAD_MOST = 65536  # octets that a client may send ahead of their turn before it is no longer read
+BODY_BUFFER = 65536  # octets of a body that wait for their reader before the client is no longer read
+LINGER_MOST = 10.0  # seconds; interface.md section 4
+LINGER_QUIET = 2.0  # seconds without an octet after which nobody is sending any more
+CUT_MOST = 10.0  # seconds that a client whose response was cut may take for what is still buffered
+LEFT_CHECK = 0.05  # seconds between looks at clients that are not being read
+
+
+class ClientSettings(NamedTuple):
+    request_head: int = 65536
+    header_timeout: float = 30.0
+    keepalive: float = 75.0
+    write_buffer: int = 65536
+
+
+class Held(Protocol):
+    """Whoever feeds this client, and can be held back."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class Tunnel(Held, Protocol):
+    """Whoever takes a client's octets once they are not HTTP any more."""
+
+    def from_client(self, data: bytes) -> None: ...
+
+
+class Request:
+    """One request as it is handed to the handler: a head, or the refusal of what was no head."""
+
+    __slots__ = ("_task", "accepted", "body", "client", "head", "refusal", "writer")
+
+    def __init__(self, head: RequestHead | None, refusal: Refusal | None, body: StreamReader, client: Downstream):
+        self.head, self.refusal, self.body, self.client = head, refusal, body, client
+        self.accepted = time.monotonic()
+        self._task: Any = None
+        self.writer: Any = None
+
+    # what aiohttp's RequestHandler asks of a request
+
+    def _cancel(self, exc: BaseException) -> None:
+        self.body.set_exception(ConnectionResetError("the client has left"))
+
+    def _finish(self) -> None:
+        pass
+
+
+class Answered:
+    """What the handler returns: the answer is on its way already; only whether the connection goes on is left to say."""
+
+    __slots__ = ("keep_alive",)
+
+    def __init__(self, keep_alive: bool):
+        self.keep_alive = keep_alive
+
+    async def prepare(self, request: object) -> None:
+        pass
+
+    async def write_eof(self) -> None:
+        pass
+
+
+class Server(web.Server):
+    """aiohttp's low-level server, with `Downstream` as its protocol."""
+
+    def __init__(self, handler: Callable[[Request], Awaitable[Answered]], settings: ClientSettings, scheme: bytes):
+        super().__init__(
+            handler,  # type: ignore[arg-type]  # a Request for a BaseRequest, an Answered for a StreamResponse
+            request_factory=_request,  # type: ignore[arg-type]
+            handler_cancellation=True,
+        )
+        self.settings, self.scheme = settings, scheme
+        self.clients: set[Downstream] = set()
+
+    def __call__(self) -> RequestHandler:
+        return Downstream(self, self._loop)
+
+
+def _request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> Any:
+    request = Request(*message, payload, protocol)
+    request._task, request.writer = task, writer
+    return request
+
+
+class Downstream(RequestHandler):
+    __slots__ = (
+        "_body",
+        "_discard",
+        "_discarded_at",
+        "_flushed",
+        "_header_timer",
+        "_reading_held",
+        "_settings",
+        "_watch_left",
+        "gone_at",
+        "on_gone",
+        "peer",
+        "reader",
+        "server",
+        "sock",
+        "source",
+        "tunnel",
+    )
+
+    def __init__(self, server: Server, loop: asyncio.AbstractEventLoop):
+        settings = server.settings
+        super().__init__(server, loop=loop, keepalive_timeout=settings.keepalive, access_log=None, tcp_keepalive=False, lingering_time=0)
+        self._settings, self.server = settings, server
+        self.reader = RequestReader(settings.request_head)
+        self.peer = Peer(b"unknown", server.scheme)
+        self.sock: socket.socket | None = None
+        self.source: Held | None = None  # what is being written to this client, to be held back when it is slow
+        self.tunnel: Tunnel | None = None  # set once the connection has become a tunnel
+        self.on_gone: Callable[[], None] | None = None  # told synchronously that the client has left
+        self.gone_at: float | None = None
+        self._body: StreamReader | None = None  # of the request in hand, while it is still coming
+        self._discard = False  # what comes is of no use any more
+        self._discarded_at = 0.0
+        self._flushed: asyncio.Future[None] | None = None
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._reading_held = False
+        self._watch_left: asyncio.TimerHandle | None = None
+
+    # the connection's life --------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.server.clients.add(self)
+        self.sock = transport.get_extra_info("socket")
+        if self.sock is not None:
+            sockets.tune(self.sock)
+        high = self._settings.write_buffer
+        transport.set_write_buffer_limits(high=high, low=high // 4)  # type: ignore[attr-defined]
+        name = transport.get_extra_info("peername")
+        if isinstance(name, tuple):
+            self.peer = Peer(name[0].encode(), self.server.scheme)
+        self._arm_header_timer()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.gone_at = time.monotonic()
+        self.server.clients.discard(self)
+        self._disarm_header_timer()
+        if self._watch_left is not None:
+            self._watch_left.cancel()
+            self._watch_left = None
+        if self.on_gone is not None:
+            self.on_gone()
+        if self._flushed is not None and not self._flushed.done():
+            self._flushed.set_result(None)
+        super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """A client that closes its sending side has left, as for vLLM: it must not wait for what is still buffered."""
+        if (self.reader.busy or self.tunnel is not None) and not self._discard and self.transport is not None:
+            self.transport.abort()
+
+    # what the client sends --------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self.tunnel is not None:
+            self.tunnel.from_client(data)
+        elif self._discard or self._force_close or self._close:
+            self._discarded_at = time.monotonic()
+        elif not self.reader.busy:
+            self._head(data)
+        elif self.reader.in_body:
+            self._more_body(data)
+        else:
+            self._keep(data)
+
+    def _keep(self, data: bytes) -> None:
+        self.reader.keep(data)
+        if self.reader.ahead > AHEAD_MOST and not self._reading_held:
+            self.hold_reading()
+
+    def _head(self, data: bytes = b"") -> None:
+        try:
+            found = self.reader.head(data)
+        except Refusal as refusal:
+            self._disarm_header_timer()
+            self._discard = True
+            self._hand_on(None, refusal, EMPTY_PAYLOAD)
+            return
+        if found is None:
+            if self._header_timer is None and self.reader.begun:
+                self._arm_header_timer()
+            return
+        self._disarm_header_timer()
+        body = EMPTY_PAYLOAD
+        if self.reader.in_body:
+            body = self._body = StreamReader(self, BODY_BUFFER, loop=self._loop)
+        self._hand_on(found[0], None, body)
+        if self.reader.in_body and self.reader.held:
+            self._more_body(b"")
+
+    def _hand_on(self, head: RequestHead | None, refusal: Refusal | None, body: StreamReader) -> None:
+        self._messages.append(((head, refusal), body))  # type: ignore[arg-type]
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _more_body(self, data: bytes) -> None:
+        body = self._body
+        assert body is not None
+        try:
+            pieces, complete = self.reader.body(data)
+        except Malformed as error:
+            self._discard, self._body = True, None
+            body.set_exception(Refusal("bad_request", f"the request body's chunks are malformed: {error}"))
+            return
+        for piece in pieces:
+            body.feed_data(piece)
+        if complete:
+            self._body = None
+            body.feed_eof()
+            if self.reader.ahead > AHEAD_MOST and not self._reading_held:
+                self.hold_reading()
+
+    def answered(self) -> None:
+        """The request in hand has been answered, and the connection goes on: take up what was sent ahead."""
+        self.on_gone, self.source = None, None
+        self.reader.next_request()
+        if self._reading_held:
+            self.release_reading()
+        if self.reader.held:
+            self._head()
+
+    # reading held back ------------------------------------------------------------------------------------------------
+
+    def pause_reading(self) -> None:
+        """aiohttp's StreamReader: the body's reader is slower than the client."""
+        self._reading_paused = True
+        self._pause_transport_reading()
+        self._watch()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        self._reading_paused = False
+        if not self._reading_held:
+            self._resume_transport_reading()
+
+    def hold_reading(self) -> None:
+        self._reading_held = True
+        self._pause_transport_reading()
+        self._watch()
+
+    def release_reading(self) -> None:
+        self._reading_held = False
+        if not self._reading_paused:
+            self._resume_transport_reading()
+
+    def _watch(self) -> None:
+        """A client that is not being read cannot be seen leaving: ask the kernel now and then."""
+        if self._watch_left is None and self.sock is not None:
+            self._watch_left = self._loop.call_later(LEFT_CHECK, self._look)
+
+    def _look(self) -> None:
+        self._watch_left = None
+        if self.transport is None or not (self._reading_held or self._reading_paused):
+            return
+        if self.sock is not None and sockets.peer_has_left(self.sock):
+            self.transport.abort()
+        else:
+            self._watch()
+
+    # deadlines of the connection itself -------------------------------------------------------------------------------
+
+    def _arm_header_timer(self) -> None:
+        if self._settings.header_timeout > 0:
+            self._header_timer = self._loop.call_later(self._settings.header_timeout, self._header_late)
+
+    def _disarm_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _header_late(self) -> None:
+        self._header_timer = None
+        if self.reader.begun:
+            self._discard = True
+            seconds = self._settings.header_timeout
+            self._hand_on(
+                None,
+                Refusal("request_timeout", f"the request head did not come whole within {seconds:g} s (timeouts.request_header)"),
+                EMPTY_PAYLOAD,
+            )
+        elif not self.reader.busy:
+            self.force_close()
+
+    def _process_keepalive(self) -> None:
+        """aiohttp's timer for idle connections: one on which the next request has begun to arrive is not idle."""
+        if self.reader.begun:
+            self._keepalive_handle = None
+            return
+        super()._process_keepalive()
+
+    @property
+    def idle(self) -> bool:
+        """No request in hand, and none begun."""
+        return not self.reader.busy and not self.reader.begun and not self._messages and self.tunnel is None
+
+    # a tunnel ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def buffer_limit(self) -> int:
+        return self._settings.write_buffer
+
+    def become_tunnel(self, tunnel: Tunnel) -> None:
+        """From now on what the client sends is not HTTP any more."""
+        self.tunnel = self.source = tunnel
+        ahead, self.reader.held = self.reader.held, b""
+        self.release_reading()
+        if ahead:
+            tunnel.from_client(ahead)
+
+    def end_tunnel(self) -> None:
+        self.source = None
+        self._discard = True
+
+    # what the client gets ---------------------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.source is not None:
+            self.source.pause()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._flushed is not None and not self._flushed.done():
+            self._flushed.set_result(None)
+        if self.source is not None:
+            self.source.resume()
+
+    @property
+    def buffered(self) -> int:
+        """Octets held here for the client."""
+        return self.transport.get_write_buffer_size() if self.transport is not None else 0
+
+    @property
+    def outstanding(self) -> int:
+        """Octets handed over that the client's kernel has not taken: it shrinks if and only if the client takes some."""
+        if self.transport is None or self.sock is None:
+            return 0
+        return self.transport.get_write_buffer_size() + sockets.untaken(self.sock)
+
+    async def flushed(self) -> None:
+        """Wait until all that was written has been taken by the kernel. Returns also when the client has left."""
+        transport = self.transport
+        if transport is None or not transport.get_write_buffer_size():
+            return
+        high = self._settings.write_buffer
+        self._flushed = self._loop.create_future()
+        try:
+            transport.set_write_buffer_limits(high=0)
+            while transport.get_write_buffer_size() and self.transport is not None:
+                if self._flushed.done():
+                    self._flushed = self._loop.create_future()
+                await self._flushed
+        finally:
+            self._flushed = None
+            if self.transport is not None:
+                transport.set_write_buffer_limits(high=high, low=high // 4)
+
+    def give_up_flushing(self, failure: BaseException) -> None:
+        if self._flushed is not None and not self._flushed.done():
+            self._flushed.set_exception(failure)
+
+    async def linger(self) -> None:
+        """After an early refusal: go on taking what the client sends, or the kernel would answer it with a reset that
+        destroys the refusal on its way (RFC 9112 section 9.6)."""
+        transport = self.transport
+        if transport is None:
+            return
+        self._discard, self._body = True, None
+        if self._reading_held:
+            self.release_reading()
+        if self._reading_paused:
+            self.resume_reading()
+        if transport.can_write_eof():
+            transport.write_eof()
+        began = self._discarded_at = time.monotonic()
+        while self.transport is not None and time.monotonic() - began < LINGER_MOST:
+            await asyncio.sleep(0.1)
+            if time.monotonic() - self._discarded_at > LINGER_QUIET:
+                break
+
+    def cut(self, *, reset: bool) -> None:
+        """End the connection so that the client can tell that its message is not complete. `reset`: where the end of the
+        connection would be the proper end of the message."""
+        transport = self.transport
+        if transport is None:
+            return
+        if reset:
+            if self.sock is not None:
+                sockets.reset_on_close(self.sock)
+            transport.abort()
+        else:
+            transport.close()
+            if transport.get_write_buffer_size():
+                self._loop.call_later(CUT_MOST, transport.abort)

@@ -1,0 +1,64 @@
+"""What the kernel is asked about sockets, and told."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import socket
+import struct
+import termios
+
+NOTSENT_LOWAT = 65536  # octets that the kernel takes before the peer's window has room for them
+KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_COUNT = 30, 10, 3  # a peer that has vanished is noticed within a minute
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+_ESTABLISHED = 1  # enum in linux/include/net/tcp_states.h; TCP_INFO's first octet
+
+
+def tune(sock: socket.socket, *, receive_buffer: int | None = None) -> None:
+    """Bound what the kernel holds for a connection, and have it notice a peer that is no longer there."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT)
+    if receive_buffer:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT)
+
+
+def is_quiet(sock: socket.socket) -> bool:
+    """Nothing has arrived on an idle connection, not even its end: it may be used again."""
+    try:
+        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def untaken(sock: socket.socket) -> int:
+    """Octets handed to the kernel that the peer's kernel has not acknowledged (tcp(7), SIOCOUTQ)."""
+    count = array.array("i", [0])
+    try:
+        fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, count)
+    except OSError:
+        return 0
+    return count[0]
+
+
+def peer_has_left(sock: socket.socket) -> bool:
+    """The peer has ended the connection, though its octets, and so its end, are not being read just now."""
+    try:
+        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ESTABLISHED
+    except OSError:
+        return False  # no TCP: a unix socket
+
+
+def reset_on_close(sock: socket.socket) -> None:
+    """Have the connection end with RST: for a peer who would take FIN for a proper end."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)

@@ -1,0 +1,311 @@
+"""Connections to backends: opening them, keeping them for reuse, and the wait for a response head.
+
+A `Connection` is an asyncio protocol that serves one request at a time. While it waits for the response head it parses
+it; from then on whoever relays the body is the transport's protocol (`hand_over`), until it gives the connection back
+(`give_back`) or drops it. A connection is used again only when it is provably clean: the last message complete both
+ways, no octet behind it, not paused, not past its age, and quiet at the very moment of its reuse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+import time
+from typing import NamedTuple
+
+from gateway.core.headers import backend_keeps_alive
+from gateway.core.head import Malformed, ResponseHead, parse_response
+from gateway.errors import Refusal, UpstreamFailed
+from gateway.net import sockets
+
+log = logging.getLogger(__name__)
+
+HEAD_MOST = 65536  # octets of a response head; interface.md section 4
+PENDING_MOST = 65536  # octets of the body that are taken in before somebody relays them
+# What one read of a flood can bring at most, and the kernel hide at most; Linux doubles it for its own book-keeping
+RECEIVE_BUFFER = 65536
+RESOLVED_FOR = 10.0  # seconds that an address found by name is used; cases.md G127
+
+
+class Origin(NamedTuple):
+    """Where a backend is, and how it is spoken to. Connections are shared only within one origin."""
+
+    name: str
+    host: str  # a name, an IP address, or a unix socket's path
+    port: int | None  # None: a unix socket
+    tls: ssl.SSLContext | None
+    host_field: bytes
+    credential: bytes | None = None
+
+
+class PoolSettings(NamedTuple):
+    idle: float = 4.0
+    max_idle: int = 64
+    max_age: float = 300.0
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, pool: ConnectionPool, loop: asyncio.AbstractEventLoop):
+        self.pool, self._loop = pool, loop
+        self.transport: asyncio.Transport = None  # type: ignore[assignment]  # set by connection_made, before any use
+        self.sock: socket.socket | None = None
+        self.opened = time.monotonic()
+        self.idle_since = 0.0
+        self.uses = 0
+        self.lost = False
+        # of the request under way
+        self._method = b""
+        self._head: asyncio.Future[ResponseHead] | None = None
+        self._received = b""
+        self.pending = b""  # of the body, until somebody relays it
+        self.closes = False  # the backend means to end the connection behind this response
+        self.ended_well = False  # the peer's end came as an end, not as a reset (while the body was pending)
+        self._reading_paused = False
+        self._writing_paused = False
+        self._drained: asyncio.Future[None] | None = None
+
+    # asyncio's side ---------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        if self._head is None:  # idle: there is no request that this could answer
+            self.drop()
+        elif self._head.done():
+            self.pending += data
+            if len(self.pending) > PENDING_MOST and not self._reading_paused:
+                self._reading_paused = True
+                self.transport.pause_reading()
+        else:
+            self._head_octets(data)
+
+    def _head_octets(self, data: bytes) -> None:
+        received = self._received + data if self._received else data
+        while True:
+            end = received.find(b"\r\n\r\n", max(len(self._received) - 3, 0))
+            if end < 0 or end + 4 > HEAD_MOST:
+                self._received = received
+                if len(received) > HEAD_MOST:
+                    self._fail(UpstreamFailed("upstream_malformed", f"the backend's response head is larger than {HEAD_MOST} octets"))
+                elif not b"HTTP/1.".startswith(received[:7]):
+                    self._fail(UpstreamFailed("upstream_malformed", "what the backend sent is no HTTP/1.1"))
+                return
+            try:
+                head = parse_response(received[: end + 4], self._method)
+            except Malformed as error:
+                self._fail(UpstreamFailed("upstream_malformed", f"the backend's response head is malformed: {error}"))
+                return
+            received, self._received = received[end + 4 :], b""
+            if head.status >= 200 or head.status == 101:
+                self.pending, self.closes = received, not backend_keeps_alive(head)
+                assert self._head is not None
+                self._head.set_result(head)
+                return
+            # an interim answer: dropped, which RFC 9110 section 15.2 leaves to a gateway; the final one is still to come
+            if not received:
+                return
+
+    def eof_received(self) -> None:
+        self.ended_well = True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        self.pool.lost(self)
+        if self._head is not None and not self._head.done():
+            if self.uses > 1 and not self._received:
+                failure = UpstreamFailed("stale_connection", "the backend closed a kept connection before it answered")
+            else:
+                failure = UpstreamFailed("upstream_reset", "the backend closed the connection before it answered")
+            self._head.set_exception(failure)
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._writing_paused = True
+
+    def resume_writing(self) -> None:
+        self._writing_paused = False
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    # the exchange's side ----------------------------------------------------------------------------------------------
+
+    def send(self, octets: bytes, method: bytes) -> asyncio.Future[ResponseHead]:
+        """Write a request's head, and what there is of its body. The future is the response's head, or UpstreamFailed."""
+        self.uses += 1
+        self._method, self._received, self.pending, self.ended_well = method, b"", b"", False
+        self._head = self._loop.create_future()
+        self.transport.write(octets)
+        return self._head
+
+    def write(self, octets: bytes) -> None:
+        if not self.lost:
+            self.transport.write(octets)
+
+    async def drain(self) -> None:
+        """Wait until the backend takes more of the upload. Returns also when the connection is lost."""
+        while self._writing_paused and not self.lost:
+            self._drained = self._loop.create_future()
+            await self._drained
+
+    def fail(self, failure: Refusal) -> None:
+        """Give up waiting for the head, for a reason of ours."""
+        self._fail(failure)
+
+    def _fail(self, failure: Refusal) -> None:
+        if self._head is not None and not self._head.done():
+            self._head.set_exception(failure)
+        self.drop()
+
+    def hand_over(self, protocol: asyncio.Protocol) -> None:
+        """From now on `protocol` is told what comes. What has come already is in `pending`."""
+        self.transport.set_protocol(protocol)
+        if self._reading_paused:
+            self._reading_paused = False
+            self.transport.resume_reading()
+
+    def give_back(self) -> None:
+        """The exchange is over and left the connection clean: keep it for another one."""
+        self.transport.set_protocol(self)
+        self._head, self.pending = None, b""
+        if self.lost or self.transport.is_closing():
+            self.drop()
+        else:
+            self.pool.keep(self)
+
+    def drop(self) -> None:
+        """End the connection at once: for an engine, the only way to be told to stop generating."""
+        self.pool.lost(self)
+        self.lost = True
+        if self.transport is not None:
+            self.transport.abort()
+
+    def __repr__(self) -> str:
+        state = "lost" if self.lost else "idle" if self._head is None else "in use"
+        return f"<Connection {self.pool.origin.name} {state} uses={self.uses}>"
+
+
+class ConnectionPool:
+    """The connections to one origin. All decisions are synchronous; only opening a connection waits."""
+
+    def __init__(self, origin: Origin, settings: PoolSettings, loop: asyncio.AbstractEventLoop):
+        self.origin, self.settings, self._loop = origin, settings, loop
+        self._idle: list[Connection] = []  # the last one used is the first to be used again, so that the others may age
+        self._open: set[Connection] = set()
+        self._resolved: tuple[float, list[tuple[int, object]]] | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
+        self.reused = 0
+        self.closed = False
+
+    @property
+    def size(self) -> int:
+        return len(self._open)
+
+    def take(self) -> Connection | None:
+        """A kept connection that is fit for use, if there is one."""
+        now = time.monotonic()
+        while self._idle:
+            connection = self._idle.pop()
+            if (
+                now - connection.idle_since < self.settings.idle
+                and now - connection.opened < self.settings.max_age
+                and connection.sock is not None
+                and sockets.is_quiet(connection.sock)
+            ):
+                self.reused += 1
+                return connection
+            connection.drop()
+        return None
+
+    def keep(self, connection: Connection) -> None:
+        now = connection.idle_since = time.monotonic()
+        if self.closed or len(self._idle) >= self.settings.max_idle or now - connection.opened >= self.settings.max_age:
+            connection.drop()
+            return
+        self._idle.append(connection)
+        if self._sweeper is None:
+            self._sweeper = self._loop.call_later(self.settings.idle, self._sweep)
+
+    def _sweep(self) -> None:
+        """Close what has been idle for too long; the longest idle stand first."""
+        self._sweeper = None
+        now = time.monotonic()
+        while self._idle and now - self._idle[0].idle_since >= self.settings.idle:
+            self._idle[0].drop()
+        if self._idle:
+            wait = self.settings.idle - (now - self._idle[0].idle_since)
+            self._sweeper = self._loop.call_later(max(wait, 0.01), self._sweep)
+
+    def lost(self, connection: Connection) -> None:
+        """The connection is no more; called once or more for each."""
+        self._open.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def close(self) -> None:
+        """Keep nothing any more. Connections in use live on until their exchange ends."""
+        self.closed = True
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for connection in list(self._idle):
+            connection.drop()
+
+    async def open(self) -> Connection:
+        """A fresh connection. Raises UpstreamFailed (nothing has been sent), or Refusal where we lack descriptors."""
+        origin = self.origin
+        try:
+            return await self._dial(await self._addresses())
+        except ssl.SSLError as error:
+            self._resolved = None
+            reason = getattr(error, "verify_message", None) or error.reason or "the handshake failed"
+            raise UpstreamFailed("upstream_connect", f"TLS with the backend {origin.name} failed: {reason}", unsent=True) from None
+        except OSError as error:
+            self._resolved = None  # it may have moved
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise Refusal("overloaded", "the gateway has no file descriptors left (LimitNOFILE, ulimit -n)", retry_after=1) from None
+            reason = error.strerror or str(error) or type(error).__name__
+            raise UpstreamFailed("upstream_connect", f"no connection to the backend {origin.name}: {reason}", unsent=True) from None
+
+    async def _addresses(self) -> list[tuple[int, object]]:
+        """(address family, address) of the origin, found anew when what was found is old."""
+        origin = self.origin
+        if origin.port is None:
+            return [(socket.AF_UNIX, origin.host)]
+        now = time.monotonic()
+        if self._resolved is not None and now - self._resolved[0] < RESOLVED_FOR:
+            return self._resolved[1]
+        found = await self._loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
+        addresses: list[tuple[int, object]] = [(family, address) for family, _, _, _, address in found]
+        self._resolved = now, addresses
+        return addresses
+
+    async def _dial(self, addresses: list[tuple[int, object]]) -> Connection:
+        error: OSError = OSError("the name has no address")
+        for family, address in addresses:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                sock.setblocking(False)
+                sockets.tune(sock, receive_buffer=RECEIVE_BUFFER)
+                await self._loop.sock_connect(sock, address)  # type: ignore[arg-type]  # also takes a unix path
+                return await self._wrap(sock)
+            except OSError as failure:
+                sock.close()
+                error = failure
+            except BaseException:
+                sock.close()
+                raise
+        raise error
+
+    async def _wrap(self, sock: socket.socket) -> Connection:
+        origin = self.origin
+        connection = Connection(self, self._loop)
+        await self._loop.create_connection(
+            lambda: connection, sock=sock, ssl=origin.tls, server_hostname=origin.host if origin.tls else None
+        )
+        connection.sock = sock
+        self._open.add(connection)
+        return connection

@@ -1,0 +1,90 @@
+"""`/v1/completions`: no role chunk; a list of prompts shares one stream, told apart by `index`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from gateway.synthetic.ask import Ask, Body, Limits, boolean, build
+from gateway.synthetic.dialect import FINGERPRINT, created, full_usage, usage
+from gateway.synthetic.generation import Generation, Step
+from gateway.synthetic.refusals import bad_request, invalid
+from gateway.synthetic.text import count_tokens, json_string, json_text
+from gateway.synthetic.wire import DONE, Event
+
+
+class Completions:
+    path: ClassVar[str] = "/v1/completions"
+
+    def __init__(self, ask: Ask, generation: Generation, request_id: str | None):
+        self._ask, self._generation = ask, generation
+        id_, model = json_text(f"cmpl-{request_id or generation.id}"), json_text(ask.model)
+        self._head = f'{{"id":{id_},"object":"text_completion","created":{created()},"model":{model},"choices":['
+        self._echo = _prompts(ask.body) if boolean(ask.body, "echo") else None
+
+    @staticmethod
+    def read(body: Body, limits: Limits) -> Ask:
+        boolean(body, "echo")
+        prompts = [count_tokens([prompt]) if isinstance(prompt, str) else len(prompt) for prompt in _prompts(body)]
+        return build(body, limits, prompts, length_fields=("max_tokens",), openai=True)
+
+    def opening(self) -> Iterator[Event]:
+        yield from ()
+
+    def step(self, step: Step) -> Iterator[Event]:
+        if step.number == 0:
+            return
+        finish = "null" if step.finish is None else f'"{step.finish}"'
+        tail = "" if step.finish is None or self._ask.include_usage else f',"system_fingerprint":"{FINGERPRINT}"'
+        # Each choice's own count against its own prompt is what vLLM sends; prompts of one request count alike here.
+        prompt = self._ask.prompt_tokens // self._ask.prompts
+        counted = f',"usage":{usage(prompt, step.number)}' if self._ask.continuous_usage else ""
+        for choice, text in enumerate(step.texts):
+            shown = json_text(self._echoed(choice) + text) if step.first else json_string(text)
+            yield (
+                None,
+                (
+                    f'{self._head}{{"index":{choice},"text":{shown},"logprobs":null,"finish_reason":{finish},'
+                    f'"stop_reason":null,"prompt_token_ids":null,"token_ids":null}}]{counted}{tail}}}'
+                ),
+            )
+
+    def closing(self) -> Iterator[Event]:
+        if self._ask.include_usage:
+            total = usage(self._ask.prompt_tokens, self._generation.produced)
+            yield None, f'{self._head}],"usage":{total},"system_fingerprint":"{FINGERPRINT}"}}'
+        yield DONE
+
+    def whole(self) -> str:
+        generation = self._generation
+        choices = ",".join(
+            f'{{"index":{choice},"text":{json_text(self._echoed(choice) + generation.text(choice))},"logprobs":null,'
+            f'"finish_reason":"{generation.finish}","stop_reason":null,"token_ids":null,"prompt_logprobs":null,'
+            '"prompt_token_ids":null,"routed_experts":null}'
+            for choice in range(self._ask.choices)
+        )
+        total = full_usage(self._ask.prompt_tokens, generation.produced)
+        return (
+            f'{self._head}{choices}],"service_tier":null,"system_fingerprint":"{FINGERPRINT}","usage":{total},'
+            '"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null}'
+        )
+
+    def _echoed(self, choice: int) -> str:
+        prompt = None if self._echo is None else self._echo[choice // self._ask.n]
+        # Tokens that the client made itself cannot be turned back into its text.
+        return prompt if isinstance(prompt, str) else ""
+
+
+def _prompts(body: Body) -> list[str | list[Any]]:
+    """The prompts as they came: a text, a list of texts, tokens, or a list of lists of tokens."""
+    prompt = body.get("prompt")
+    if not prompt:
+        raise bad_request("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list):
+        if all(isinstance(token, int) for token in prompt):
+            return [prompt]
+        if all(isinstance(entry, str | list) for entry in prompt):
+            return prompt
+    raise invalid("string_type", "body.prompt", "Input should be a valid string", prompt)

@@ -1,0 +1,58 @@
+"""How answers leave: heads as uvicorn writes them, one HTTP chunk per event.
+
+`aiohttp_sse` is made for browsers: it says no-cache and keep-alive, ends lines with CRLF, sends pings and gives up on a
+slow reader. vLLM does none of that, so each is taken back here.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from aiohttp import web
+from aiohttp_sse import EventSourceResponse
+
+# The event's name, where the dialect has names, and its data.
+Event = tuple[str | None, str]
+
+DONE: Final[Event] = (None, "[DONE]")
+_NEVER: Final = 10 * 365 * 86400.0
+_ORDER: Final = (
+    "date",
+    "server",
+    "allow",
+    "content-length",
+    "location",
+    "content-type",
+    "vary",
+    "x-synthetic",
+    "connection",
+    "transfer-encoding",
+)
+
+
+class EventStream(EventSourceResponse):
+    """A stream of events as vLLM frames it."""
+
+    def __init__(self) -> None:
+        super().__init__(sep="\n", allow_all_methods=True, send_timeout=None, ping_interval=_NEVER)
+        self.headers.clear()
+        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+
+
+def json_response(text: str, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    head = {**(headers or {}), "content-type": "application/json"}
+    return web.Response(body=text.encode("utf-8", "replace"), status=status, headers=head)
+
+
+async def dress(request: web.Request, response: web.StreamResponse) -> None:
+    """Put the head in order just before it is sent: uvicorn's names, spelling and sequence, and our own mark."""
+    found = {name.lower(): value for name, value in response.headers.items()}
+    found |= {"server": "uvicorn", "vary": "Origin", "x-synthetic": "1"}
+    if found.get("content-length") == "0":
+        # aiohttp invents a type even for a body that is not there.
+        found.pop("content-type", None)
+    response.headers.clear()
+    for name in _ORDER:
+        if name in found:
+            response.headers[name] = found.pop(name)
+    response.headers.extend(found)

@@ -1,0 +1,1 @@
+"""What operators see: metrics, the access log, the process's own log."""

@@ -1,0 +1,124 @@
+"""One line an exchange: who asked for what, how it ended, how long it took; never what was said.
+
+A line is one line, and its fields are ours, whatever a client put into its path, its model's name or its request id:
+JSON is written in ASCII with everything else escaped, and in the text form a value that is not plain is a JSON string.
+Values have a length limit, so that nobody fills a disk by way of long paths.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import msgspec
+
+from gateway.core.exchange import Exchange
+from gateway.telemetry.durations import durations
+from gateway.telemetry.observer import Silent
+
+MAX_TEXT = 2048
+
+Field = str | int | float | bool | None
+
+_PLAIN = re.compile(r'[^\x00-\x20"=\\\x7f-\U0010ffff]+')
+_encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
+_encode_fast = msgspec.json.Encoder().encode
+
+
+class AccessLog(Silent):
+    """Writes a line (without its end) for each exchange that ended. `wall` is the time of day, in seconds."""
+
+    __slots__ = ("_format", "_wall", "_write")
+
+    def __init__(self, write: Callable[[str], object], *, wall: Callable[[], float], form: str = "text"):
+        self._write, self._wall = write, wall
+        self._format = {"json": to_json, "text": to_text}[form]
+
+    def ended(self, exchange: Exchange) -> None:
+        self._write(self._format(fields(exchange, self._wall())))
+
+
+def fields(exchange: Exchange, now: float) -> dict[str, Field]:
+    """All the fields, in their order; None where there is nothing to say."""
+    took, meter = durations(exchange), exchange.meter
+    return {
+        "time": rfc3339(now),
+        "request_id": _short(exchange.request_id),
+        "trace_id": _short(exchange.trace_id),
+        "client": _short(exchange.client),
+        "key": _short(exchange.key),
+        "method": _short(exchange.method),
+        "path": _short(exchange.path.partition("?")[0]),  # a query may hold anything, keys too
+        "model": _short(exchange.model),
+        "stream": exchange.stream,
+        "backend": exchange.backend,
+        "prefill_backend": exchange.prefill_backend,
+        "status": exchange.status,
+        "outcome": exchange.outcome,
+        "code": exchange.code,
+        "phase": exchange.phase,
+        "bytes_in": exchange.bytes_in,
+        "bytes_out": exchange.bytes_out,
+        "queue_s": _rounded(took.queue),
+        "connect_s": _rounded(took.connect),
+        "ttfb_s": _rounded(took.first_byte),
+        "ttft_s": _rounded(took.ttft),
+        "tpot_s": _rounded(took.tpot),
+        "duration_s": _rounded(took.total),
+        "prompt_tokens": None if meter is None else meter.prompt_tokens,
+        "output_tokens": None if meter is None else meter.output_tokens,
+        "attempts": exchange.attempts,
+    }
+
+
+def to_json(record: dict[str, Field]) -> str:
+    try:
+        line = _encode_fast(record)
+    except UnicodeEncodeError:  # octets that are no UTF-8, kept as lone surrogates
+        return _escaped(record)
+    # It leaves alone what is not ASCII, line separators and terminal controls among it: the slower one does not.
+    return line.decode() if line.isascii() and b"\x7f" not in line else _escaped(record)
+
+
+def to_text(record: dict[str, Field]) -> str:
+    texts = [value for value in record.values() if isinstance(value, str)]
+    # One look at all of them together: nearly always they are plain.
+    plain = all(texts) and _PLAIN.fullmatch("".join(texts)) is not None
+    words = []
+    for name, value in record.items():
+        if value is None:
+            continue
+        if isinstance(value, str):
+            words.append(f"{name}={value if plain or _PLAIN.fullmatch(value) else _escaped(value)}")
+        elif isinstance(value, float):
+            words.append(f"{name}={value:.6f}")  # 1e-05 is a number to JSON, but not to everybody's awk
+        elif isinstance(value, bool):
+            words.append(f"{name}=true" if value else f"{name}=false")
+        else:
+            words.append(f"{name}={value}")
+    return " ".join(words)
+
+
+def rfc3339(seconds: float) -> str:
+    milliseconds = int(seconds * 1000)
+    return f"{_second(milliseconds // 1000)}.{milliseconds % 1000:03d}Z"
+
+
+@functools.lru_cache(maxsize=4)  # thousands of lines are of one second
+def _second(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def _escaped(value: dict[str, Field] | str) -> str:
+    return _encode(value).replace("\x7f", "\\u007f")
+
+
+def _short(text: str | None) -> str | None:
+    return text if text is None or len(text) <= MAX_TEXT else text[:MAX_TEXT] + "..."
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

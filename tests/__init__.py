@@ -1,0 +1,1 @@
+"""The tests of tokenpipe. `tests/support` is what they are made with."""
