@@ -39,6 +39,7 @@ _BACKSLASH: Final = 0x5C
 
 class Meter:
     """One response. `streamed`: it is a stream of events; else it is one JSON text, of which a bounded copy is kept.
+    `edges`: the upper edges of the buckets for gaps, ascending and positive; an edge belongs to its own bucket.
 
     `feed` and `end` in the order of the body; `output` for an event that fits `shape`; the rest is to be read.
     Times: `first_output`, `last_output`, `first_visible`. Counts: `events` (output events), `reads` (reads that brought
@@ -174,15 +175,15 @@ class Meter:
     @property
     def at_boundary(self) -> bool:
         """Whether an event or a comment line could be put in just here."""
-        return self._scanner.at_boundary
+        return self.streamed and self._scanner.at_boundary
 
     @property
     def first_output(self) -> float | None:
-        return self._first if self.events else None
+        return self._first if self._booked else None
 
     @property
     def last_output(self) -> float | None:
-        return self._last if self.events else None
+        return self._last if self._booked else None
 
     @property
     def events(self) -> int:
@@ -262,7 +263,7 @@ class Meter:
         if self.streamed and not self.opaque:
             if not self.terminal:
                 return Outcome.UPSTREAM_TRUNCATED
-            return Outcome.COMPLETE if self.events else Outcome.EMPTY
+            return Outcome.COMPLETE if self._booked else Outcome.EMPTY
         return Outcome.COMPLETE if framing_complete else Outcome.UPSTREAM_TRUNCATED
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -283,14 +284,15 @@ class Meter:
 
     def _look(self, payload: bytes, now: float) -> None:
         """Any octets of a stream: several events, a part of one, or one that does not fit."""
-        size, start = len(payload), 0
+        size, start, plain = len(payload), 0, _CR not in payload
         while start < size:
-            if self.shape is not None:
+            if plain and self.shape is not None:
                 start = self._walk(payload, start, now)
                 if start == size:
                     return
-            # One event by the scanner, then it may be that the shape fits again. With nothing learnt, all of them.
-            cut = payload.find(b"\n\n", start) + 2 if self._learnt is not None else size
+            # One event by the scanner, then it may be that the shape fits again. Where there is none, all of them.
+            hopeful = plain and (self._learnt is not None or self._decoded < PATIENCE)
+            cut = payload.find(b"\n\n", start) + 2 if hopeful else size
             if cut < 2:
                 cut = size
             self._scan(payload[start:cut], now)
@@ -309,11 +311,9 @@ class Meter:
         self.shape = self._learnt if scanner.at_boundary else None
 
     def _walk(self, payload: bytes, start: int, now: float) -> int:
-        """Book the events from `start` on that fit the shape; the end of the last of them."""
+        """Book the events from `start` on that fit the shape, in octets without a CR; the end of the last of them."""
         assert self.shape is not None
         prefix, suffix = self.shape
-        if _CR in payload:
-            return start
         events, at, ahead, behind, least = 0, start, len(prefix), len(suffix), self.least
         while payload.startswith(prefix, at):
             begin = at + ahead
@@ -371,7 +371,7 @@ class Meter:
         self._decoded += 1
         if reading.visible and self.first_visible is None:
             self.first_visible = at
-        if not self.events:
+        if not self._booked:
             self._booked = 1
             self._first = self._last = self._mark = at
             self._k_first = reading.tokens or reading.token_ids or 1

@@ -84,22 +84,30 @@ def to_json(record: dict[str, Field]) -> str:
 
 
 def to_text(record: dict[str, Field]) -> str:
-    texts = [value for value in record.values() if isinstance(value, str)]
-    # One look at all of them together: nearly always they are plain.
-    plain = all(texts) and _PLAIN.fullmatch("".join(texts)) is not None
-    words = []
-    for name, value in record.items():
-        if value is None:
-            continue
-        if isinstance(value, str):
-            words.append(f"{name}={value if plain or _PLAIN.fullmatch(value) else _escaped(value)}")
-        elif isinstance(value, float):
-            words.append(f"{name}={value:.6f}")  # 1e-05 is a number to JSON, but not to everybody's awk
-        elif isinstance(value, bool):
-            words.append(f"{name}=true" if value else f"{name}=false")
-        else:
-            words.append(f"{name}={value}")
-    return " ".join(words)
+    words = [
+        f"{name}={value:.6f}"  # 1e-05 is a number to JSON, but not to everybody's awk
+        if value.__class__ is float
+        else f"{name}={value}"
+        if value is not True and value is not False
+        else f"{name}={'true' if value else 'false'}"
+        for name, value in record.items()
+        if value is not None
+    ]
+    line = " ".join(words)
+    # One look at the whole line: with a separator, a quote or a control character in some value it would not pass.
+    if (
+        line.count("=") == len(words) == line.count(" ") + 1
+        and line.isascii()
+        and line.isprintable()
+        and not ('"' in line or "\\" in line or "= " in line or line.endswith("="))
+    ):
+        return line
+    return " ".join([_careful(word) for word in words])
+
+
+def _careful(word: str) -> str:
+    name, _, value = word.partition("=")
+    return word if _PLAIN.fullmatch(value) else f"{name}={_escaped(value)}"
 
 
 def rfc3339(seconds: float) -> str:

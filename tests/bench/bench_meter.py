@@ -5,6 +5,7 @@ Figures to compare with each other and with those of another day on one machine:
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 
@@ -96,7 +97,15 @@ def split(payload: bytes, size: int) -> int:
     return meter.events
 
 
+def loads() -> int:
+    """A yardstick: what the plainest of decoders takes."""
+    for _ in range(EVENTS):
+        json.loads(TOKEN[6:])
+    return EVENTS
+
+
 CASES: dict[str, Callable[[], int]] = {
+    "(json.loads of one event)": loads,
     "output() alone": only_output,
     "shape tested by the relay, output()": by_relay,
     "shape, one event a read": lambda: fed(TOKEN),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -60,7 +61,7 @@ def scan(pieces: list[bytes]) -> list[tuple[bytes, bytes]]:
 
 def cut(octets: bytes, at: list[int]) -> list[bytes]:
     edges = [0, *sorted(at), len(octets)]
-    return [octets[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [octets[a:b] for a, b in pairwise(edges)]
 
 
 @pytest.mark.parametrize("ending", [b"\n", b"\r\n", b"\r"], ids=["lf", "crlf", "cr"])
@@ -82,7 +83,19 @@ def test_line_ends_mixed() -> None:
 
 
 LINES = st.sampled_from(
-    [b"data: x", b"data:", b"data", b"event: t", b"event:", b": c", b"id: 1", b"", b"", b"\xef\xbb\xbf", b"data: \xe2\x82\xac"]
+    [
+        b"data: x",
+        b"data:",
+        b"data",
+        b"event: t",
+        b"event:",
+        b": c",
+        b"id: 1",
+        b"",
+        b"",
+        b"\xef\xbb\xbf",
+        b"data: \xe2\x82\xac",
+    ]
 )
 ENDS = st.sampled_from([b"\n", b"\n", b"\r\n", b"\r"])
 
