@@ -12,18 +12,20 @@ RUN := .venv/bin/python
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help run test lint types bench conformance soak test-vllm clean
+.PHONY: help run test lint types bench conformance soak memory test-vllm clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 run: .venv/run.stamp ## serve on PORT (8000) with the embedded synthetic upstream; ARGS is added to the command
+ifeq ($(filter --backend% -c% --config%,$(ARGS)),)
 	@echo
-	@echo 'tokenpipe on port $(PORT), with a synthetic engine behind it. In another terminal, try:'
+	@echo 'tokenpipe, with a synthetic engine behind it. Once it says that it is listening, try in another terminal:'
 	@echo
 	@echo "  curl -N http://127.0.0.1:$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\"
 	@echo "    -d '{\"model\": \"synthetic\", \"messages\": [{\"role\": \"user\", \"content\": \"hi\"}], \"stream\": true}'"
 	@echo
+endif
 	@exec $(RUN) -m gateway serve --port $(PORT) $(ARGS)
 
 # all three are run, so that one run shows all there is to mend; pytest comes last, with its closing line
@@ -53,8 +55,11 @@ conformance: .venv/run.stamp ## the conformance kit, if it lies beside this chec
 	    --config-command '$(RUN) -m gateway serve -c {config}' $(ARGS); \
 	else echo 'make conformance: there is no $(SHARED)/conformance/run.py here'; fi
 
-soak: .venv/test.stamp ## hours of load, faults and clients that leave, with a look at memory and descriptors
+soak: .venv/test.stamp ## 100,000 streams with every ending mixed in, minutes long; ARGS='--streams 5000'
 	@exec $(RUN) -m tests.soak $(ARGS)
+
+memory: .venv/test.stamp ## memory at 100 streams, and for each of 1,000 clients that stop reading
+	@exec $(RUN) -m tests.bench.memory $(ARGS)
 
 test-vllm: .venv/test.stamp ## the tests that need a running vLLM
 	@exec $(RUN) -m pytest -m vllm $(ARGS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import signal
@@ -22,7 +23,8 @@ from typing import Any
 
 from aiohttp import http_parser, web
 
-from gateway import __version__, config as configuration
+from gateway import __version__
+from gateway import config as configuration
 from gateway.config import Address, BackendConfig, Config
 from gateway.control import systemd
 from gateway.control.admin import admin_app
@@ -37,8 +39,9 @@ from gateway.core.pool import Pool
 from gateway.core.retry import Retries, RetrySettings
 from gateway.core.routing import Paths
 from gateway.errors import ConfigError, Ended, GatewayError
+from gateway.net.call import Local, Policy
 from gateway.net.downstream import ClientSettings, Server
-from gateway.net.handler import Gateway, Local, Policy
+from gateway.net.handler import Gateway
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import ConnectionPool, Origin, PoolSettings
 from gateway.net.watch import Timeouts
@@ -98,6 +101,8 @@ class App:
             sys.stderr.write(f"tokenpipe: {error}\n")
             await self._end()
             return 1
+        gc.collect()
+        gc.freeze()
         with contextlib.suppress(NotImplementedError):
             self._signals()
         await self._stopping.wait()
@@ -146,7 +151,7 @@ class App:
         self.probes = Probes(self.gateway.admission.wake)
         await self._listen()
         await self.probes.watch(targets, _probing(config))
-        self._tasks.spawn(self._measure_lag(), "event loop lag")
+        self._tasks.start(self._measure_lag(), "event loop lag")
         public = ", ".join(self._public)
         sys.stderr.write(f"listening on {public}, admin on {self._admin_url}\n")
         sys.stderr.flush()
@@ -158,7 +163,9 @@ class App:
         self._synthetic = SyntheticUpstream(MockSettings(port=0, ttft=mock.ttft, itl=mock.itl, tokens=mock.tokens))
         url = await self._synthetic.start()
         if not self.config.backends:
-            sys.stderr.write(f"no backend is configured: serving the embedded synthetic upstream ({url}); add --backend URL for a real one\n")
+            sys.stderr.write(
+                f"no backend is configured: serving the embedded synthetic upstream ({url}); add --backend URL for a real one\n"
+            )
 
     def _members(self, config: Config) -> tuple[list[Backend], dict[str, ConnectionPool], list[Target]]:
         """Backends, their connection pools, and where to probe them. Those that stay as they were are kept."""
@@ -204,9 +211,11 @@ class App:
         self._public = []
         passed = systemd.listen_fds()
         for sock in passed or [self._bind(address) for address in config.listen]:
-            front = Server(self.gateway.handle, settings, scheme.encode())
-            server = await loop.create_server(front, sock=sock, ssl=tls, backlog=BACKLOG) if sock.family != socket.AF_UNIX else (
-                await loop.create_unix_server(front, sock=sock, ssl=tls, backlog=BACKLOG)
+            front = Server(self.gateway, settings, scheme.encode())
+            server = (
+                await loop.create_server(front, sock=sock, ssl=tls, backlog=BACKLOG)
+                if sock.family != socket.AF_UNIX
+                else (await loop.create_unix_server(front, sock=sock, ssl=tls, backlog=BACKLOG))
             )
             self._fronts.append(front)
             self._servers.append(server)
@@ -223,13 +232,15 @@ class App:
         if address.path is not None:
             return self._bind_unix(Path(address.path))
         try:
-            family, _, _, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            family, _, _, _, where = socket.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
             sock = socket.socket(family, socket.SOCK_STREAM)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(where)
             sock.listen(BACKLOG)
         except OSError as error:
-            hint = "another program listens there; stop it, or choose another port (--port, --admin-port, or listen and admin.listen)"
+            hint = "if another program listens there, stop it, or choose another port (--port, --admin-port)"
             raise ConfigError(f"cannot listen on {address}: {error.strerror or error}; {hint}") from None
         sock.setblocking(False)
         return sock
@@ -259,7 +270,7 @@ class App:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
-        loop.add_signal_handler(signal.SIGHUP, lambda: self._tasks.spawn(self._reload_logged(), "reload"))
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._tasks.start(self._reload_logged(), "reload"))
 
     def _stop(self) -> None:
         if self._stopping.is_set():
@@ -274,7 +285,11 @@ class App:
         seconds = self.config.timeouts.drain
         gateway.draining = True
         systemd.notify(f"STOPPING=1\nSTATUS=draining {len(gateway.live)} exchange(s), for at most {seconds:g} s")
-        log.info("stopping: %d exchanges under way, %g s for them to end (a second signal ends them at once)", len(gateway.live), seconds)
+        log.info(
+            "stopping: %d exchanges under way, %g s for them to end (a second signal ends them at once)",
+            len(gateway.live),
+            seconds,
+        )
         await asyncio.sleep(0)  # what has been accepted already is answered, not reset
         for server in self._servers:
             server.close()
@@ -292,7 +307,7 @@ class App:
             log.warning("the drain limit cuts %d exchanges", len(gateway.live))
             gateway.interrupt(Ended(Outcome.DRAINING, "the gateway is shutting down"))
             deadline = time.monotonic() + LAST_WORDS
-            while gateway.live and time.monotonic() < deadline:
+            while gateway.live and time.monotonic() < deadline:  # noqa: ASYNC110  # the last steps of a process
                 await asyncio.sleep(0.01)
 
     def _clients(self) -> Iterable[Any]:
@@ -358,7 +373,9 @@ class App:
         if changed:
             raise ConfigError(f"{', '.join(changed)}: cannot be changed without a restart; nothing has been changed")
 
-    async def _put_in_force(self, config: Config, backends: list[Backend], connections: dict[str, ConnectionPool], targets: list[Target]) -> None:
+    async def _put_in_force(
+        self, config: Config, backends: list[Backend], connections: dict[str, ConnectionPool], targets: list[Target]
+    ) -> None:
         gateway = self.gateway
         dropped = [pool for name, pool in gateway.connections.items() if connections.get(name) is not pool]
         gateway.pool.apply(backends, config.balance)
@@ -377,7 +394,7 @@ class App:
         log.info("the configuration has been read again and is in force")
 
     async def _reload_logged(self) -> None:
-        systemd.notify("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic_ns() // 1000))
+        systemd.notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             await self.reload()
         except ConfigError as error:
@@ -392,7 +409,8 @@ class App:
     def _backend_samples(self) -> Iterable[BackendSample]:
         connections = self.gateway.connections
         return [
-            BackendSample(b.name, b.routable, b.state, b.in_flight, connections[b.name].size) for b in self.gateway.pool.backends
+            BackendSample(b.name, b.routable, b.state, b.in_flight, connections[b.name].size)
+            for b in self.gateway.pool.backends
         ]
 
     async def _model_list(self) -> Local:
@@ -480,31 +498,37 @@ def _policy(config: Config) -> Policy:
     rules = {name: getattr(fields, name) for name in ("kv_transfer_params", "ec_transfer_params", "bootstrap_room")}
     watched = {name: rule for name, rule in rules.items() if rule != "pass"}
     tokens = TokenRules(limits.max_tokens.default, limits.max_tokens.cap, limits.max_tokens.over == "reject")
+    deadlines = Timeouts(
+        timeouts.request_body,
+        timeouts.queue,
+        timeouts.connect,
+        timeouts.first_byte,
+        timeouts.idle,
+        timeouts.client_write,
+        timeouts.progress,
+        timeouts.total,
+    )
+    comment = config.keepalive_comment.interval
     return Policy(
-        paths=Paths(config.paths.allow, config.paths.deny),
+        paths=Paths(config.paths.allow, config.paths.deny, config.loadtest.enabled),
         inspector=Inspector(watched, tokens, config.usage == "inject"),
-        timeouts=Timeouts(
-            timeouts.request_body,
-            timeouts.queue,
-            timeouts.connect,
-            timeouts.first_byte,
-            timeouts.idle,
-            timeouts.client_write,
-            timeouts.progress,
-            timeouts.total,
-        ),
+        timeouts=deadlines,
         request_body=limits.request_body,
         forwarded=config.headers.forwarded,
         error_events=config.on_truncation == "error_event",
-        comment=config.keepalive_comment.interval,
+        comment=comment,
         coalesce=(config.coalesce.delay, config.coalesce.bytes) if config.coalesce.delay is not None else None,
+        step=deadlines.shortest(comment),
         looks=bool(watched) or tokens != TokenRules() or config.usage == "inject",
     )
 
 
 def _client_settings(config: Config) -> ClientSettings:
     return ClientSettings(
-        config.limits.request_head, config.timeouts.request_header, config.timeouts.keepalive, config.limits.write_buffer
+        config.limits.request_head,
+        config.timeouts.request_header,
+        config.timeouts.keepalive,
+        config.limits.write_buffer,
     )
 
 
@@ -515,7 +539,11 @@ def _retry(config: Config) -> RetrySettings:
 def _probing(config: Config) -> ProbeSettings:
     health = config.health
     return ProbeSettings(
-        health.path, health.interval, health.timeout, config.discovery.interval, HealthSettings(health.fail, health.pass_)
+        health.path,
+        health.interval,
+        health.timeout,
+        config.discovery.interval,
+        HealthSettings(health.fail, health.pass_),
     )
 
 

@@ -282,9 +282,7 @@ def substitute(text: str, environ: Mapping[str, str]) -> str:
         if not match[2] or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", match[1]):
             raise BadValue(f"found {describe(match[0])}", "${NAME}, or $${ for a ${ as it stands")
         if match[1] not in environ:
-            raise BadValue(
-                f"found ${{{match[1]}}}, which the environment does not set", f"the environment variable {match[1]}"
-            )
+            raise BadValue(f"found ${{{match[1]}}}, which the environment does not set", f"the environment variable {match[1]}")
         return environ[match[1]]
 
     return _VARIABLE.sub(value, text)

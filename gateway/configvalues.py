@@ -220,9 +220,7 @@ Share: TypeAlias = Annotated[float, Rule("a number from 0 to 1", _share)]
 Text: TypeAlias = Annotated[str, _text(r"[^\x00-\x1f\x7f]+", "text")]
 UrlPath: TypeAlias = Annotated[str, _text(r"/[!-~]*", "a path that begins with /, without blanks")]
 RoutePath: TypeAlias = Annotated[str, _text(r"/[!\"$->@-~]*", "a path that begins with /, without blanks or a query")]
-Name: TypeAlias = Annotated[
-    str, Rule(f"a name of at most {NAME_LENGTH} letters, digits and . _ - : [ ] @ +, or null", _name)
-]
+Name: TypeAlias = Annotated[str, Rule(f"a name of at most {NAME_LENGTH} letters, digits and . _ - : [ ] @ +, or null", _name)]
 File: TypeAlias = Annotated[str, Rule("the name of a file that can be read", _file, file=True)]
 SecretFile: TypeAlias = Annotated[Secret, Rule("the name of a file that holds one secret", _secret, file=True)]
 Listen: TypeAlias = Annotated[

@@ -29,7 +29,13 @@ class Refusal(GatewayError):
     """
 
     def __init__(
-        self, code: str, message: str, *, param: str | None = None, retry_after: int | None = None, outcome: Outcome | None = None
+        self,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: int | None = None,
+        outcome: Outcome | None = None,
     ):
         super().__init__(message)
         self.code, self.message, self.param, self.retry_after, self.outcome = code, message, param, retry_after, outcome

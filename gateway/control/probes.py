@@ -59,7 +59,7 @@ class Probes:
         self._settings, self._targets = settings, {t.backend.name: t for t in targets}
         self._cards = {name: cards for name, cards in self._cards.items() if name in self._targets}
         for target in targets:
-            self._tasks.spawn(self._watch(target), f"probes of {target.backend.name}")
+            self._tasks.start(self._watch(target), f"probes of {target.backend.name}")
 
     async def stop(self) -> None:
         await self._tasks.stop()

@@ -32,7 +32,19 @@ class HealthSettings(NamedTuple):
 
 
 class Backend:
-    __slots__ = ("_probes", "breaker", "credit", "health", "in_flight", "max_in_flight", "models", "name", "picked", "url", "weight")
+    __slots__ = (
+        "_probes",
+        "breaker",
+        "credit",
+        "health",
+        "in_flight",
+        "max_in_flight",
+        "models",
+        "name",
+        "picked",
+        "url",
+        "weight",
+    )
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class Breaker:
     def __init__(self, settings: BreakerSettings):
         self.settings = settings
         self.state = State.CLOSED
-        self._failed_at: deque[float] = deque(maxlen=settings.failures)
+        self._failed_at: deque[float] = deque()
         self._opened_at = 0.0
         self._trial = False  # half open, and the trial request is under way
 
@@ -62,6 +62,8 @@ class Breaker:
             self._trip(now)
         elif self.state is State.CLOSED:
             self._failed_at.append(now)
+            while len(self._failed_at) > self.settings.failures:
+                self._failed_at.popleft()
             if len(self._failed_at) == self.settings.failures and now - self._failed_at[0] <= self.settings.window:
                 self._trip(now)
 

@@ -15,76 +15,42 @@ if TYPE_CHECKING:
 
 
 class Exchange:
-    __slots__ = (
-        "accepted",
-        "attempts",
-        "backend",
-        "body_read",
-        "bytes_in",
-        "bytes_out",
-        "client",
-        "code",
-        "committed",
-        "connect_began",
-        "connected",
-        "counted",
-        "ended",
-        "first_byte",
-        "first_output_written",
-        "head_received",
-        "key",
-        "meter",
-        "method",
-        "model",
-        "outcome",
-        "path",
-        "paused_at",
-        "paused_seconds",
-        "phase",
-        "prefill_backend",
-        "request_id",
-        "selected",
-        "sent",
-        "status",
-        "stream",
-        "trace_id",
-    )
+    """Attributes stand at what the class says until something happens: most of them never change in most exchanges."""
+
+    key: str | None = None  # the name of the API key, never the key
+    trace_id: str | None = None
+    model: str | None = None  # as the client named it: bounded before it becomes a label
+    stream: bool | None = None  # whether the request asked for a stream
+    backend: str | None = None
+    prefill_backend: str | None = None
+    status: int | None = None  # of the response as the client got it
+    attempts = 0
+    # how it stands, and how it ended
+    phase = Phase.READ
+    outcome: Outcome | None = None
+    code: str | None = None  # the refusal's or the failure's code
+    committed = False
+    # sizes of bodies, as they stand behind their framing
+    bytes_in = 0
+    bytes_out = 0
+    # times (metrics.md 2.1); `accepted`, t_acc, is when the request's head had been parsed
+    body_read: float | None = None  # t_body
+    selected: float | None = None  # t_sel: admitted, and a backend picked
+    connect_began: float | None = None  # of the last attempt
+    connected: float | None = None
+    sent: float | None = None  # t_up: the request is handed to the backend's connection
+    head_received: float | None = None  # t_hdr
+    first_byte: float | None = None  # t_byte: the first octet of the body
+    first_output_written: float | None = None  # t_w[1]
+    ended: float | None = None  # t_fin
+    # back-pressure
+    paused_at: float | None = None
+    paused_seconds = 0.0
+    meter: Meter | None = None  # what was seen in the response's body
+    counted: tuple[int, int, bool] = (0, 0, False)  # what a scrape has counted: bytes in, bytes out, whether the TTFT
 
     def __init__(self, request_id: str, client: str, method: str, path: str, accepted: float):
-        self.request_id, self.client, self.method, self.path = request_id, client, method, path
-        self.key: str | None = None  # the name of the API key, never the key
-        self.trace_id: str | None = None
-        self.model: str | None = None  # as the client named it: bounded before it becomes a label
-        self.stream: bool | None = None  # whether the request asked for a stream
-        self.backend: str | None = None
-        self.prefill_backend: str | None = None
-        self.status: int | None = None  # of the response as the client got it
-        self.attempts = 0
-        # how it stands, and how it ended
-        self.phase = Phase.READ
-        self.outcome: Outcome | None = None
-        self.code: str | None = None  # the refusal's or the failure's code
-        self.committed = False
-        # sizes of bodies, as they stand behind their framing
-        self.bytes_in = 0
-        self.bytes_out = 0
-        # times (metrics.md 2.1)
-        self.accepted = accepted  # t_acc: the request's head has been parsed
-        self.body_read: float | None = None  # t_body
-        self.selected: float | None = None  # t_sel: admitted, and a backend picked
-        self.connect_began: float | None = None  # of the last attempt
-        self.connected: float | None = None
-        self.sent: float | None = None  # t_up: the request is handed to the backend's connection
-        self.head_received: float | None = None  # t_hdr
-        self.first_byte: float | None = None  # t_byte: the first octet of the body
-        self.first_output_written: float | None = None  # t_w[1]
-        self.ended: float | None = None  # t_fin
-        # back-pressure
-        self.paused_at: float | None = None
-        self.paused_seconds = 0.0
-        self.meter: Meter | None = None  # what was seen in the response's body
-        # what the metrics have counted of it, a scrape being able to come first: bytes in, bytes out, its TTFT
-        self.counted: tuple[int, int, bool] = (0, 0, False)
+        self.request_id, self.client, self.method, self.path, self.accepted = request_id, client, method, path, accepted
 
     def end(self, outcome: Outcome, now: float, code: str | None = None) -> None:
         """Record how it ended. The first word counts: a client that left outranks what followed from it."""

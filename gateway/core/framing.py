@@ -75,6 +75,9 @@ class ChunkedReader:
         if at == len(data):
             self.out = data
             return pieces
+        if data.endswith(LAST_CHUNK) and at == len(data) - 5 and self.between:  # the usual end
+            self._at, self.done, self.out = _At.END, True, data
+            return pieces
         if at:
             outs.append(data[:at])
         as_it_came = self._passed_on and not self._held and self._at is not _At.TRAILERS
@@ -87,20 +90,16 @@ class ChunkedReader:
 
     def _whole_frames(self, data: bytes, pieces: list[bytes]) -> int:
         """Take the plain frames that are whole in `data`, from its start on; returns where they end."""
-        at, total = 0, len(data)
+        at, total, known = 0, len(data), SIZES
         while at < total:
             line_end = data.find(b"\r\n", at, at + 10)
-            if line_end < 0:
-                break
-            line = data[at:line_end]
-            size = SIZES.get(line)
+            size = known.get(data[at:line_end])
             if size is None:
-                if not line or not _HEX.issuperset(line) or not (size := int(line, 16)):
+                size = _new_size(data[at:line_end])
+                if line_end < 0 or not size:
                     break
-                if len(SIZES) < SIZES_MOST:
-                    SIZES[line] = size
             end = line_end + 4 + size
-            if end > total or data[end - 2] != 13 or data[end - 1] != 10:
+            if end > total or not data.startswith(b"\r\n", end - 2):
                 break
             pieces.append(data[line_end + 2 : end - 2])
             at = end
@@ -169,6 +168,8 @@ class ChunkedReader:
             end = 2
         elif (found := held.find(b"\r\n\r\n")) >= 0:
             end = found + 4
+            if end > TRAILERS:
+                raise Malformed("the trailer section is too long")
             parse_fields(held[:end])
         else:
             self._hold(data[at:], TRAILERS)
@@ -180,6 +181,16 @@ class ChunkedReader:
         self._at, self.done = _At.END, True
         outs.append(LAST_CHUNK)
         return at + taken, whole
+
+
+def _new_size(line: bytes) -> int:
+    """The number that a plain size line stands for; 0 for the last chunk's, and for what is none. Remembered."""
+    if not line or not _HEX.issuperset(line):
+        return 0
+    size = int(line, 16)
+    if size and len(SIZES) < SIZES_MOST:
+        SIZES[line] = size
+    return size
 
 
 def read_size(line: bytes) -> tuple[int, bool]:
@@ -203,7 +214,7 @@ def read_size(line: bytes) -> tuple[int, bool]:
 
 
 def _check_extension(extension: bytes) -> None:
-    if any(c < 0x20 and c != 9 or c == 0x7F for c in extension):
+    if any((c < 0x20 and c != 9) or c == 0x7F for c in extension):
         raise Malformed("a chunk extension holds a control octet")
 
 
@@ -256,14 +267,14 @@ class RequestReader:
         self.busy = False
         self._scanned = 0
 
-    def head(self, data: bytes = b"") -> tuple[RequestHead, bytes] | None:
-        """The next request's head and its octets, once it is whole; its body is then read by `body`.
+    def head(self, data: bytes = b"") -> RequestHead | None:
+        """The next request's head, once it is whole; its body is then read by `body`, or `whole_body`.
 
         Only called when not busy. Raises Refusal (400, 405, 414, 431, 501).
         """
         held = self.held + data if self.held else data
-        if held[:1] in (b"\r", b"\n"):
-            held = held[2:] if held[:2] == b"\r\n" else held  # RFC 9112 section 2.2: one empty line may come first
+        while held.startswith(b"\r\n"):  # RFC 9112 section 2.2: empty lines may come first
+            held, self._scanned = held[2:], 0
         end = held.find(b"\r\n\r\n", max(self._scanned - 3, 0))
         if end < 0 or end + 4 > self.limit:
             self.held, self._scanned = held, len(held)
@@ -278,7 +289,15 @@ class RequestReader:
             self._left = head.length
         elif head.framing is Framing.CHUNKED:
             self._body = ChunkedReader()
-        return head, octets
+        return head
+
+    def whole_body(self) -> bytes | None:
+        """The body, if all of it has come along with its head; it is then not to be had by `body` any more."""
+        if not self._left or len(self.held) < self._left:
+            return None
+        body, self.held = self.held[: self._left], self.held[self._left :]
+        self._left = 0
+        return body
 
     def _too_large(self, held: bytes) -> None:
         line_end = held.find(b"\r\n", 0, self.limit)
@@ -290,8 +309,7 @@ class RequestReader:
     @staticmethod
     def _begun_wrong(held: bytes) -> None:
         """What can never become a head is refused at once, not at the deadline: TLS on this port, a bare line end."""
-        bare = held.find(b"\n")
-        if (held and held[0] not in TCHAR and held != b"\r") or (bare >= 0 and held[bare - 1 : bare] != b"\r"):
+        if (held and held[0] not in TCHAR and held != b"\r") or held.count(b"\n") != held.count(b"\r\n"):
             raise Refusal("bad_request", "the head holds a control octet, or a line end that is not CRLF")
 
     def body(self, data: bytes = b"") -> tuple[list[bytes], bool]:

@@ -1,11 +1,11 @@
 """The heads of HTTP/1.1 messages, read strictly: RFC 9112 sections 3 to 6, RFC 9110 section 5.
 
 Two recipients that read a head in two ways are how requests are smuggled, so nothing here is repaired: a head is what the
-grammar says, or it is refused as a whole, before any other parser sees it.
+grammar says, or it is refused as a whole, before anything is made of it.
 
-A head is checked with operations that run in C over the whole of it, then field by field: once all control octets are
-known to be the line ends, a field can only be wrong in its name. (A regular expression over the whole head took three
-times as long.) Size limits are those of the whole head: no line may be longer than the head it stands in.
+Peers send the same lines again and again, so a line that has been read is remembered with all that is known of it: to meet
+it once more costs one look-up. What is remembered is bounded, holds no credentials, and only ever holds lines that have
+passed the whole check. Size limits are those of the whole head: no line may be longer than the head it stands in.
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ from typing import NamedTuple
 
 from gateway.errors import Refusal
 
+# What is known of a field by its name alone.
+NOT_UPSTREAM = 1  # of one connection only, or written by the gateway itself
+FORWARDING = 2  # says who the client is: the gateway's own word, unless the operator wants none
+NOT_DOWNSTREAM = 4
+NAMED = 8  # the gateway looks at its value
 
-# (the name in lower case, the name as it was sent, the value without surrounding blanks). Octets 0x80 to 0xFF are legal
-# in a value (obs-text) and pass. A bare tuple: there are some ten of them in each head.
-Field = tuple[bytes, bytes, bytes]
+# (the name in lower case, the line as it is passed on, the value without surrounding blanks, what is known of it). A bare
+# tuple: there are some ten of them in each head. Octets 0x80 to 0xFF are legal in a value (obs-text), and pass.
+Field = tuple[bytes, bytes, bytes, int]
 
 
 class Framing(enum.Enum):
@@ -36,6 +41,7 @@ class RequestHead(NamedTuple):
     target: bytes
     minor: int  # of the version HTTP/1.minor
     fields: list[Field]
+    named: dict[bytes, bytes]  # the values of NAMED fields; of several lines one list (RFC 9110 section 5.3)
     framing: Framing
     length: int  # of the body; 0 unless framed by LENGTH
 
@@ -45,6 +51,7 @@ class ResponseHead(NamedTuple):
     reason: bytes
     minor: int
     fields: list[Field]
+    named: dict[bytes, bytes]
     framing: Framing
     length: int
 
@@ -59,50 +66,54 @@ _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _TARGET = re.compile(rb"[!-~\x80-\xff]+")
 _DIGITS = re.compile(rb"[0-9]{1,19}")
 # RFC 3986 section 3.2.2, a port behind it; RFC 9110 section 4.2.4 forbids user information
-_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9\-._~%!$&'()*+;=]*)(?::[0-9]{0,5})?")
+HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9\-._~%!$&'()*+;=]*)(?::[0-9]{0,5})?")
 _VERSIONS = {b"HTTP/1.1": 1, b"HTTP/1.0": 0}
 
-# Names met often, so that their grammar and their lower case need no second look. Filled once, never by a peer.
-_COMMON = (
-    b"Accept Accept-Encoding Accept-Language Authorization Cache-Control Connection Content-Encoding Content-Length "
-    b"Content-Type Cookie Date ETag Expect Forwarded Host Keep-Alive Location Origin Referer Retry-After Server Set-Cookie "
-    b"TE Trailer Transfer-Encoding Upgrade User-Agent Vary Via X-Forwarded-For X-Forwarded-Host X-Forwarded-Proto "
-    b"X-Request-Id X-Api-Key Anthropic-Version X-Stainless-Lang X-Stainless-Package-Version X-Stainless-Os "
-    b"X-Stainless-Arch X-Stainless-Runtime X-Stainless-Runtime-Version X-Stainless-Async X-Stainless-Retry-Count "
-    b"X-Stainless-Read-Timeout"
-).split()
-_KEYS = {name: name.lower() for name in _COMMON} | {name.lower(): name.lower() for name in _COMMON}
+_NAMED = b"host content-length transfer-encoding connection upgrade expect content-type content-encoding x-request-id via date"
+# Hop-by-hop fields (RFC 9110 section 7.6.1); Expect, which the gateway answers; and what it writes itself.
+_NOT_UPSTREAM = (
+    b"connection keep-alive proxy-connection proxy-authorization te trailer transfer-encoding upgrade http2-settings "
+    b"host content-length expect via x-request-id"
+)
+_FORWARDING = b"x-forwarded-for x-forwarded-proto x-forwarded-host forwarded"
+_NOT_DOWNSTREAM = (
+    b"connection keep-alive proxy-connection te trailer transfer-encoding upgrade http2-settings content-length x-request-id"
+)
+_KNOWN = {
+    key: sum(
+        mark
+        for mark, names in (
+            (NOT_UPSTREAM, _NOT_UPSTREAM),
+            (FORWARDING, _FORWARDING),
+            (NOT_DOWNSTREAM, _NOT_DOWNSTREAM),
+            (NAMED, _NAMED),
+        )
+        if key in names.split()
+    )
+    for key in b" ".join((_NOT_UPSTREAM, _FORWARDING, _NOT_DOWNSTREAM, _NAMED)).split()
+}
+_SECRET = frozenset(b"authorization proxy-authorization cookie set-cookie x-api-key api-key".split())
+
+_REMEMBERED_MOST = 4096  # lines; then all are forgotten, so that new ones come in
+_REMEMBERED_LENGTH = 160  # octets of a line
+_fields: dict[bytes, Field] = {}
+_starts: dict[bytes, tuple[bytes, bytes, int]] = {}
 
 
-def _lines(head: bytes) -> list[bytes]:
-    """The lines of `head`, which ends in its empty line. Raises Malformed where a control octet is no line end."""
-    lines = head.split(b"\r\n")
-    if len(head) - len(head.translate(None, _CONTROLS)) != 2 * (len(lines) - 1):
+def _field(line: bytes) -> Field:
+    """A field that was not met before. Raises Malformed."""
+    name, colon, rest = line.partition(b":")
+    if line.translate(None, _CONTROLS) != line:
         raise Malformed("the head holds a control octet, or a line end that is not CRLF")
-    if lines[-1] or lines[-2]:
-        raise Malformed("the head does not end in an empty line")
-    return lines
-
-
-def _fields(lines: list[bytes]) -> list[Field]:
-    """The fields of all lines but the first and the last two. Raises Malformed."""
-    fields = []
-    for line in lines[1:-2]:
-        name, colon, value = line.partition(b":")
-        key = _KEYS.get(name)
-        if key is None:
-            if not colon or not name or name.translate(None, TCHAR):
-                raise Malformed(_what_is_wrong(name, colon))
-            key = name.lower()
-        elif not colon:
-            raise Malformed("a field line has no colon")
-        fields.append((key, name, value.strip(b" \t")))
-    return fields
-
-
-def parse_fields(block: bytes) -> list[Field]:
-    """A trailer section's fields; `block` ends in its empty line. Raises Malformed."""
-    return _fields(_lines(b"\r\n" + block))
+    if not colon or not name or name.translate(None, TCHAR):
+        raise Malformed(_what_is_wrong(name, colon))
+    key, value = name.lower(), rest.strip(b" \t")
+    field = (key, name + b": " + value, value, _KNOWN.get(key, 0))
+    if len(line) <= _REMEMBERED_LENGTH and key not in _SECRET:
+        if len(_fields) >= _REMEMBERED_MOST:
+            _fields.clear()
+        _fields[line] = field
+    return field
 
 
 def _what_is_wrong(name: bytes, colon: bytes) -> str:
@@ -113,18 +124,46 @@ def _what_is_wrong(name: bytes, colon: bytes) -> str:
     return "a field's name is no token, or something stands between it and its colon"
 
 
+def _read_fields(lines: list[bytes]) -> tuple[list[Field], dict[bytes, bytes]]:
+    """The fields of all lines but the first, up to the empty one that ends the head. Raises Malformed."""
+    fields: list[Field] = []
+    named: dict[bytes, bytes] = {}
+    for line in lines[1:-2]:
+        field = _fields.get(line)
+        if field is None:
+            field = _field(line)
+        fields.append(field)
+        if field[3] & NAMED:
+            key = field[0]
+            named[key] = named[key] + b", " + field[2] if key in named else field[2]
+    return fields, named
+
+
+def _lines(head: bytes) -> list[bytes]:
+    lines = head.split(b"\r\n")
+    if len(lines) < 3 or lines[-1] or lines[-2]:
+        raise Malformed("the head does not end in an empty line")
+    return lines
+
+
+def parse_fields(block: bytes) -> list[Field]:
+    """A trailer section's fields; `block` ends in its empty line. Raises Malformed."""
+    return _read_fields(_lines(b"\r\n" + block))[0]
+
+
 def parse_request(head: bytes) -> RequestHead:
     """`head` ends in its empty line. Raises Refusal: 400, 405 or 501."""
     try:
         lines = _lines(head)
-        method, target, minor = _request_line(lines[0])
-        fields = _fields(lines)
+        start = _starts.get(lines[0])
+        method, target, minor = start if start is not None else _request_line(lines[0])
+        fields, named = _read_fields(lines)
     except Malformed as error:
         raise Refusal("bad_request", str(error)) from None
-    framing, length = request_framing(fields, minor)
+    framing, length = request_framing(named, minor)
     if method == b"CONNECT" or method == b"TRACE":
         raise Refusal("method_not_allowed", f"the method {method.decode()} is not served here")
-    return RequestHead(method, target, minor, fields, framing, length)
+    return RequestHead(method, target, minor, fields, named, framing, length)
 
 
 def _request_line(line: bytes) -> tuple[bytes, bytes, int]:
@@ -134,51 +173,44 @@ def _request_line(line: bytes) -> tuple[bytes, bytes, int]:
     minor = _VERSIONS.get(parts[2])
     if minor is None:
         raise Malformed("the version is neither HTTP/1.1 nor HTTP/1.0")
-    return parts[0], parts[1], minor
+    start = parts[0], parts[1], minor
+    if len(line) <= _REMEMBERED_LENGTH and b"?" not in line:
+        if len(_starts) >= _REMEMBERED_MOST:
+            _starts.clear()
+        _starts[line] = start
+    return start
 
 
-_FRAMING = frozenset((b"host", b"content-length", b"transfer-encoding"))
-
-
-def _framing_values(fields: list[Field]) -> tuple[list[bytes], list[bytes], list[bytes]]:
-    """The values of Host, Content-Length and Transfer-Encoding."""
-    found: dict[bytes, list[bytes]] = {b"host": [], b"content-length": [], b"transfer-encoding": []}
-    for key, _, value in fields:
-        if key in _FRAMING:
-            found[key].append(value)
-    return found[b"host"], found[b"content-length"], found[b"transfer-encoding"]
-
-
-def request_framing(fields: list[Field], minor: int) -> tuple[Framing, int]:
+def request_framing(named: dict[bytes, bytes], minor: int) -> tuple[Framing, int]:
     """How the body's end is known, by RFC 9112 section 6.3; and section 3.2 for Host. Raises Refusal."""
-    hosts, lengths, codings = _framing_values(fields)
-    if len(hosts) > 1:
-        raise Refusal("bad_request", "there is more than one Host field")
-    if not hosts and minor:
-        raise Refusal("bad_request", "an HTTP/1.1 request needs a Host field")
-    if hosts and not _HOST.fullmatch(hosts[0]):
-        raise Refusal("bad_request", "the Host field is no host and port")
-    if codings:
-        if lengths:
+    host = named.get(b"host")
+    if host is None:
+        if minor:
+            raise Refusal("bad_request", "an HTTP/1.1 request needs a Host field")
+    elif not HOST.fullmatch(host):
+        raise Refusal("bad_request", "the Host field is no host and port, or there are several")
+    length, coding = named.get(b"content-length"), named.get(b"transfer-encoding")
+    if coding is not None:
+        if length is not None:
             raise Refusal("bad_request", "Content-Length and Transfer-Encoding exclude each other")
         if not minor:
             raise Refusal("bad_request", "an HTTP/1.0 request cannot have a Transfer-Encoding")
-        _only_chunked(codings)
+        _only_chunked(coding)
         return Framing.CHUNKED, 0
-    if len(lengths) > 1:
-        raise Refusal("bad_request", "there is more than one Content-Length field")
-    if lengths and not _DIGITS.fullmatch(lengths[0]):
-        raise Refusal("bad_request", "Content-Length is no decimal number")
-    length = int(lengths[0]) if lengths else 0
-    return (Framing.LENGTH, length) if length else (Framing.NONE, 0)
+    if length is None:
+        return Framing.NONE, 0
+    if not _DIGITS.fullmatch(length):
+        raise Refusal("bad_request", "Content-Length is no decimal number, or there are several")
+    octets = int(length)
+    return (Framing.LENGTH, octets) if octets else (Framing.NONE, 0)
 
 
-def _codings(lines: list[bytes]) -> list[bytes]:
-    return [coding.strip(b" \t").lower() for line in lines for coding in line.split(b",")]
+def _codings(value: bytes) -> list[bytes]:
+    return [coding.strip(b" \t").lower() for coding in value.split(b",")]
 
 
-def _only_chunked(lines: list[bytes]) -> None:
-    codings = _codings(lines)
+def _only_chunked(value: bytes) -> None:
+    codings = _codings(value)
     if codings == [b"chunked"]:
         return
     if not all(_TOKEN.fullmatch(coding) for coding in codings):
@@ -193,30 +225,34 @@ def parse_response(head: bytes, method: bytes) -> ResponseHead:
     lines = _lines(head)
     version, _, rest = lines[0].partition(b" ")
     minor = _VERSIONS.get(version)
-    status, blank, reason = rest.partition(b" ")
+    status, _, reason = rest.partition(b" ")
     if minor is None or len(status) != 3 or not status.isdigit() or status[0] == 48:
         raise Malformed("its status line is none of HTTP/1.1")
-    fields = _fields(lines)
-    framing, length = response_framing(fields, minor, int(status), method)
-    return ResponseHead(int(status), reason, minor, fields, framing, length)
+    if reason and reason.translate(None, _CONTROLS) != reason:
+        raise Malformed("its status line holds a control octet")
+    fields, named = _read_fields(lines)
+    code = int(status)
+    framing, length = response_framing(named, minor, code, method)
+    return ResponseHead(code, reason, minor, fields, named, framing, length)
 
 
-def response_framing(fields: list[Field], minor: int, status: int, method: bytes) -> tuple[Framing, int]:
+def response_framing(named: dict[bytes, bytes], minor: int, status: int, method: bytes) -> tuple[Framing, int]:
     """How the body's end is known, by RFC 9112 section 6.3. Raises Malformed where two recipients could differ."""
-    _, lengths, codings = _framing_values(fields)
-    if codings and lengths:
+    given, coding = named.get(b"content-length"), named.get(b"transfer-encoding")
+    if coding is not None and given is not None:
         raise Malformed("it has both Content-Length and Transfer-Encoding")
-    if len(set(lengths)) > 1:
-        raise Malformed("it has several Content-Length fields that differ")
-    length = lengths[0] if lengths else None
-    if length is not None and not _DIGITS.fullmatch(length):
-        raise Malformed("its Content-Length is no decimal number")
+    length = 0
+    if given is not None:
+        lengths = set(given.split(b", "))  # the same number several times is one number
+        if len(lengths) != 1 or not _DIGITS.fullmatch(first := lengths.pop()):
+            raise Malformed("its Content-Length is no decimal number, or there are several")
+        length = int(first)
     if method == b"HEAD" or status in (204, 304) or status < 200:
         return Framing.NONE, 0
-    if codings:
-        if not minor or _codings(codings) != [b"chunked"]:
+    if coding is not None:
+        if not minor or _codings(coding) != [b"chunked"]:
             raise Malformed("its Transfer-Encoding is not chunked alone, or it is HTTP/1.0")
         return Framing.CHUNKED, 0
-    if length is not None:
-        return (Framing.LENGTH, int(length)) if int(length) else (Framing.NONE, 0)
+    if given is not None:
+        return (Framing.LENGTH, length) if length else (Framing.NONE, 0)
     return Framing.CLOSE, 0

@@ -15,14 +15,6 @@ import msgspec
 from gateway.core.jsonbody import Member, Members, NotAnObject
 from gateway.errors import Refusal
 
-# Routes whose body an engine reads as JSON, whatever its Content-Type says. All others are looked into only where they
-# call themselves JSON: an upload of audio, say, is nobody's business here.
-JSON_PATHS = frozenset(
-    b"/v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/messages/count_tokens /v1/embeddings /v1/score "
-    b"/v1/rerank /v2/rerank /v2/embed /tokenize /detokenize /pooling /classify /score /rerank /invocations "
-    b"/generative_scoring /inference/v1/generate".split()
-)
-
 # The members that bound the answer's length; the first is the one that is put in where none is given. In Anthropic's
 # dialect it is mandatory, and on /v1/completions its absence means 16 tokens (OpenAI's reference, and vLLM).
 LENGTH_MEMBERS: dict[bytes, tuple[str, ...]] = {
@@ -51,6 +43,11 @@ class Edit(NamedTuple):
     octets: bytes
 
 
+class _Seen(msgspec.Struct, frozen=True):
+    model: Any = None
+    stream: Any = None
+
+
 class TokenRules(NamedTuple):
     """limits.max_tokens: what is put in where the client says nothing, and what a client may ask for at most."""
 
@@ -66,9 +63,11 @@ class Inspector:
         self.fields = dict(fields)
         self.tokens = tokens
         self.inject_usage = inject_usage
-        watched: list[Any] = [("model", Any, None), ("stream", Any, None)]
-        watched += [(f"watched_{i}", msgspec.Raw, msgspec.field(default=msgspec.Raw(b""), name=name)) for i, name in enumerate(self.fields)]
-        self._decoder = msgspec.json.Decoder(msgspec.defstruct("Watched", watched, frozen=True))
+        watched: list[Any] = [
+            (f"watched_{i}", msgspec.Raw, msgspec.field(default=msgspec.Raw(b""), name=name))
+            for i, name in enumerate(self.fields)
+        ]
+        self._decoder = msgspec.json.Decoder(msgspec.defstruct("Watched", watched, bases=(_Seen,), frozen=True))
         self._watched = [f"watched_{i}" for i in range(len(self.fields))]
 
     def edits(self, path: bytes) -> bool:
@@ -80,7 +79,7 @@ class Inspector:
     def read(self, body: bytes) -> Facts:
         """A whole body that needs no change. Raises Refusal where it is no JSON object, or holds a refused member."""
         try:
-            seen = self._decoder.decode(body)
+            seen: Any = self._decoder.decode(body)
         except (msgspec.MsgspecError, RecursionError):
             return self.facts(members(body))
         for attribute in self._watched:
@@ -97,7 +96,7 @@ class Inspector:
             if rule == "reject" and member.value != b"null":
                 raise Refusal(
                     "bad_request",
-                    f"the member {member.key!r} is not taken from clients: it belongs to the serving system (fields.{member.key})",
+                    f"{member.key!r} is not taken from clients: it belongs to the serving system (fields.{member.key})",
                     param=member.key,
                 )
             if member.key == "model":
@@ -139,19 +138,21 @@ class Inspector:
     def _length(self, path: bytes, found: list[Member]) -> list[Edit]:
         names, cap, edits, given = LENGTH_MEMBERS[path], self.tokens.cap, [], False
         nulls = []
-        for member in found:
-            if member.key not in names:
-                continue
-            asked = _number(member.value)
+        if cap is None and self.tokens.default is None:
+            return []
+        # of a name that is there twice, the last one holds for every parser that engines use
+        for member in {member.key: member for member in found if member.key in names}.values():
+            asked = _number(member)
             if asked is None:
-                if member.value == b"null":
-                    nulls.append(member)
+                nulls.append(member)
                 continue
             given = True
             if cap is not None and asked > cap:
                 if self.tokens.reject:
                     raise Refusal(
-                        "bad_request", f"{member.key} is {asked:g}; at most {cap} is allowed here (limits.max_tokens.cap)", param=member.key
+                        "bad_request",
+                        f"{member.key} is {asked:g}; at most {cap} is allowed here (limits.max_tokens.cap)",
+                        param=member.key,
                     )
                 edits.append(Edit(member.value_begin, member.end, b"%d" % cap))
         if given:
@@ -196,20 +197,23 @@ def splice(body: bytes, edits: list[Edit]) -> bytes:
 
 
 def _ask_for_usage(found: list[Member]) -> list[Edit]:
-    """stream_options.include_usage, where the client does not say itself whether it wants it."""
-    for member in found:
-        if member.key == "stream_options":
-            options = _decoded(member.value)
-            if options is None:
-                return [Edit(member.value_begin, member.end, b'{"include_usage": true}')]
-            if not isinstance(options, dict) or options.get("include_usage"):
-                return []
-            if "include_usage" in options:
-                options = {**options, "include_usage": True}
-                return [Edit(member.value_begin, member.end, msgspec.json.encode(options))]
-            comma = b", " if options else b""
-            return [Edit(member.value_begin + 1, member.value_begin + 1, b'"include_usage": true' + comma)]
-    return [Edit(found[0].begin, found[0].begin, b'"stream_options": {"include_usage": true}, ')]
+    """stream_options.include_usage, where the client does not ask for it itself."""
+    given = [member for member in found if member.key == "stream_options"]
+    if not given:
+        return [Edit(found[0].begin, found[0].begin, b'"stream_options": {"include_usage": true}, ')]
+    last = given[-1]  # of several, the one that holds
+    if last.value == b"null":
+        return [Edit(last.value_begin, last.end, b'{"include_usage": true}')]
+    if last.value is None or not last.value.startswith(b"{"):
+        return []  # too long to be told, or nothing that could be asked in: the engine's to refuse
+    inner = members(last.value)
+    asked = [member for member in inner if member.key == "include_usage"]
+    at = last.value_begin
+    if asked:
+        if asked[-1].value == b"true":
+            return []
+        return [Edit(at + asked[-1].value_begin, at + asked[-1].end, b"true")]
+    return [Edit(at + 1, at + 1, b'"include_usage": true' + (b", " if inner else b""))]
 
 
 def _decoded(value: bytes | None) -> object:
@@ -221,14 +225,17 @@ def _decoded(value: bytes | None) -> object:
         return None
 
 
-def _number(value: bytes | None) -> float | None:
-    """A number, also one in a string: engines (pydantic) take both."""
-    if value is None:
+def _number(member: Member) -> float | None:
+    """A number, also one in a string: engines (pydantic) take both. None for null; Refusal for anything else."""
+    found = _decoded(member.value)
+    if found is None and member.value == b"null":
         return None
-    try:
-        return float(value.strip(b'"'))
-    except ValueError:
-        return None
+    if isinstance(found, (int, float, str)) and not isinstance(found, bool):
+        try:
+            return float(found)
+        except (ValueError, OverflowError):
+            pass
+    raise Refusal("bad_request", f"{member.key} is no number", param=member.key)
 
 
 def _model(found: object) -> str | None:

@@ -123,7 +123,9 @@ class Members:
         if not closed:
             return end
         try:
-            self._key = msgspec.json.decode(b'"%b"' % bytes(self._kept), type=str) if b"\\" in self._kept else self._kept.decode()
+            self._key = (
+                msgspec.json.decode(b'"%b"' % bytes(self._kept), type=str) if b"\\" in self._kept else self._kept.decode()
+            )
         except (msgspec.DecodeError, UnicodeDecodeError):  # a lone surrogate, or no UTF-8: no key that anybody asks for
             self._key = self._kept.decode("latin-1")
         self._at = _At.COLON

@@ -19,7 +19,10 @@ relays may test a chunk against it and call `output` instead of `feed`:
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
+from itertools import repeat
+from operator import sub
 from typing import Final
 
 from gateway.core.dialects.base import Dialect, Reading, failed
@@ -135,6 +138,15 @@ class Meter:
             self._max_gap = gap
         if not gap:
             self._together += 1
+
+    def outputs(self, times: Sequence[float]) -> None:
+        """`output` for many at once, at a fraction of the cost: all of it runs in C."""
+        gaps = list(map(sub, times, (self._last, *times)))
+        self._last = times[-1]
+        for bucket, count in Counter(map(bisect_left, repeat(self._edges), gaps)).items():
+            self.itl_counts[bucket] += count
+        self._max_gap = max(self._max_gap, *gaps)
+        self._together += gaps.count(0.0)
 
     def feed(self, payload: bytes, now: float) -> None:
         """Octets of the body, and when they came."""
@@ -284,6 +296,12 @@ class Meter:
 
     def _look(self, payload: bytes, now: float) -> None:
         """Any octets of a stream: several events, a part of one, or one that does not fit."""
+        lone = payload.startswith(b"data: ") and payload.find(b"\n") == len(payload) - 2 and payload.endswith(b"\n")
+        if lone and self._scanner.easy and _CR not in payload:  # one whole event of one line: nothing to be scanned
+            raw = payload[:-2]
+            self._event(Event(raw[6:], b"", raw), now)
+            self._now, self.shape = now, self._learnt
+            return
         size, start, plain = len(payload), 0, _CR not in payload
         while start < size:
             if plain and self.shape is not None:
@@ -335,7 +353,8 @@ class Meter:
         self._note(reading)
         if reading.output:
             self._book(reading, at)
-            if reading.key and event.raw and self._single:
+            # not from the first: a stream of one token has no use for a shape
+            if reading.key and event.raw and self._single and self._decoded > 1:
                 self._learn(event.raw, reading)
 
     def _note(self, reading: Reading) -> None:

@@ -44,7 +44,7 @@ class Scanner:
         "_between",
         "_cr",
         "_data",
-        "_easy",
+        "easy",
         "_head",
         "_line",
         "_type",
@@ -64,10 +64,10 @@ class Scanner:
         self._between = True  # the last line was blank, and nothing has come after it
         self._cr = False  # the last octet was a CR: an LF that follows belongs to it
         self._bare = False  # a CR without an LF has been seen
-        self._easy = False  # between two events, and nothing to remember
+        self.easy = False  # between two events, and nothing to remember
 
     def feed(self, data: bytes) -> list[Event]:
-        if self._easy and _CR not in data and len(data) <= LIMIT and data.endswith(b"\n\n"):
+        if self.easy and _CR not in data and len(data) <= LIMIT and data.endswith(b"\n\n"):
             events: list[Event] = []
             self._whole(data, events)
             return events
@@ -92,8 +92,8 @@ class Scanner:
                 data = data[cut:]
             if data and not self.overflowed:
                 self._careful(data, events)
-        self._easy = self._between and not self._cr and not self.overflowed
-        self.at_boundary = self._easy or (self._between and self._bare and not self.overflowed)
+        self.easy = self._between and not self._cr and not self.overflowed
+        self.at_boundary = self.easy or (self._between and self._bare and not self.overflowed)
         return events
 
     def end(self) -> list[Event]:

@@ -17,18 +17,20 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from aiohttp import web
-from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
+from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
 from gateway.core.framing import RequestReader
 from gateway.core.head import Malformed, RequestHead
-from gateway.core.headers import Peer
+from gateway.core.headers import Peer, forwarding
 from gateway.errors import Refusal
 from gateway.net import sockets
+
+if TYPE_CHECKING:
+    from gateway.net.call import Call
 
 AHEAD_MOST = 65536  # octets that a client may send ahead of their turn before it is no longer read
 BODY_BUFFER = 65536  # octets of a body that wait for their reader before the client is no longer read
@@ -62,58 +64,47 @@ class Tunnel(Held, Protocol):
 class Request:
     """One request as it is handed to the handler: a head, or the refusal of what was no head."""
 
-    __slots__ = ("_task", "accepted", "body", "client", "head", "refusal", "writer")
+    __slots__ = ("accepted", "body", "client", "head", "refusal", "whole")
 
-    def __init__(self, head: RequestHead | None, refusal: Refusal | None, body: StreamReader, client: Downstream):
-        self.head, self.refusal, self.body, self.client = head, refusal, body, client
+    def __init__(
+        self,
+        head: RequestHead | None,
+        refusal: Refusal | None,
+        client: Downstream,
+        body: StreamReader | None,
+        whole: bytes,
+    ):
+        self.head, self.refusal, self.client = head, refusal, client
+        self.body = body  # that is still coming; None where `whole` is all of it
+        self.whole = whole
         self.accepted = time.monotonic()
-        self._task: Any = None
-        self.writer: Any = None
-
-    # what aiohttp's RequestHandler asks of a request
 
     def _cancel(self, exc: BaseException) -> None:
-        self.body.set_exception(ConnectionResetError("the client has left"))
+        """aiohttp's RequestHandler: the client has left."""
+        if self.body is not None:
+            self.body.set_exception(ConnectionResetError("the client has left"))
 
-    def _finish(self) -> None:
-        pass
 
+class Handler(Protocol):
+    """Whoever serves requests (net.handler.Gateway)."""
 
-class Answered:
-    """What the handler returns: the answer is on its way already; only whether the connection goes on is left to say."""
+    async def handle(self, request: Request) -> bool:
+        """Serve one; returns whether the client's connection goes on afterwards."""
 
-    __slots__ = ("keep_alive",)
-
-    def __init__(self, keep_alive: bool):
-        self.keep_alive = keep_alive
-
-    async def prepare(self, request: object) -> None:
-        pass
-
-    async def write_eof(self) -> None:
-        pass
+    def gone(self, call: Call) -> None:
+        """The client of an exchange under way has left. Called synchronously."""
 
 
 class Server(web.Server):
     """aiohttp's low-level server, with `Downstream` as its protocol."""
 
-    def __init__(self, handler: Callable[[Request], Awaitable[Answered]], settings: ClientSettings, scheme: bytes):
-        super().__init__(
-            handler,  # type: ignore[arg-type]  # a Request for a BaseRequest, an Answered for a StreamResponse
-            request_factory=_request,  # type: ignore[arg-type]
-            handler_cancellation=True,
-        )
-        self.settings, self.scheme = settings, scheme
+    def __init__(self, handler: Handler, settings: ClientSettings, scheme: bytes):
+        super().__init__(handler.handle, handler_cancellation=True)  # type: ignore[arg-type]  # not aiohttp's request and response
+        self.settings, self.scheme, self.handle, self.gone = settings, scheme, handler.handle, handler.gone
         self.clients: set[Downstream] = set()
 
     def __call__(self) -> RequestHandler:
         return Downstream(self, self._loop)
-
-
-def _request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> Any:
-    request = Request(*message, payload, protocol)
-    request._task, request.writer = task, writer
-    return request
 
 
 class Downstream(RequestHandler):
@@ -126,8 +117,9 @@ class Downstream(RequestHandler):
         "_reading_held",
         "_settings",
         "_watch_left",
+        "_who",
+        "call",
         "gone_at",
-        "on_gone",
         "peer",
         "reader",
         "server",
@@ -138,14 +130,21 @@ class Downstream(RequestHandler):
 
     def __init__(self, server: Server, loop: asyncio.AbstractEventLoop):
         settings = server.settings
-        super().__init__(server, loop=loop, keepalive_timeout=settings.keepalive, access_log=None, tcp_keepalive=False, lingering_time=0)
+        super().__init__(
+            server,
+            loop=loop,
+            keepalive_timeout=settings.keepalive,
+            access_log=None,  # type: ignore[arg-type]  # ours is another one
+            tcp_keepalive=False,
+            lingering_time=0,
+        )
         self._settings, self.server = settings, server
         self.reader = RequestReader(settings.request_head)
         self.peer = Peer(b"unknown", server.scheme)
         self.sock: socket.socket | None = None
         self.source: Held | None = None  # what is being written to this client, to be held back when it is slow
         self.tunnel: Tunnel | None = None  # set once the connection has become a tunnel
-        self.on_gone: Callable[[], None] | None = None  # told synchronously that the client has left
+        self.call: Call | None = None  # the exchange under way
         self.gone_at: float | None = None
         self._body: StreamReader | None = None  # of the request in hand, while it is still coming
         self._discard = False  # what comes is of no use any more
@@ -154,6 +153,7 @@ class Downstream(RequestHandler):
         self._header_timer: asyncio.TimerHandle | None = None
         self._reading_held = False
         self._watch_left: asyncio.TimerHandle | None = None
+        self._who: tuple[bytes, bytes] = (b"", b"")  # a Host, and the forwarding fields that go with it
 
     # the connection's life --------------------------------------------------------------------------------------------
 
@@ -177,8 +177,8 @@ class Downstream(RequestHandler):
         if self._watch_left is not None:
             self._watch_left.cancel()
             self._watch_left = None
-        if self.on_gone is not None:
-            self.on_gone()
+        if self.call is not None:
+            self.server.gone(self.call)
         if self._flushed is not None and not self._flushed.done():
             self._flushed.set_result(None)
         super().connection_lost(exc)
@@ -213,25 +213,54 @@ class Downstream(RequestHandler):
         except Refusal as refusal:
             self._disarm_header_timer()
             self._discard = True
-            self._hand_on(None, refusal, EMPTY_PAYLOAD)
+            self._hand_on(Request(None, refusal, self, None, b""))
             return
         if found is None:
             if self._header_timer is None and self.reader.begun:
                 self._arm_header_timer()
             return
-        self._disarm_header_timer()
-        body = EMPTY_PAYLOAD
+        if self._header_timer is not None:
+            self._disarm_header_timer()
+        whole = self.reader.whole_body() or b""
         if self.reader.in_body:
-            body = self._body = StreamReader(self, BODY_BUFFER, loop=self._loop)
-        self._hand_on(found[0], None, body)
+            self._body = StreamReader(self, BODY_BUFFER, loop=self._loop)
+        self._hand_on(Request(found, None, self, self._body, whole))
         if self.reader.in_body and self.reader.held:
             self._more_body(b"")
 
-    def _hand_on(self, head: RequestHead | None, refusal: Refusal | None, body: StreamReader) -> None:
-        self._messages.append(((head, refusal), body))  # type: ignore[arg-type]
+    def _hand_on(self, request: Request) -> None:
+        self._messages.append(request)  # type: ignore[arg-type]  # the deque is aiohttp's, what is in it ours
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+    async def start(self) -> None:
+        """aiohttp's loop over a connection's requests, without a task, a writer and a response object for each."""
+        loop, handle = self._loop, self.server.handle
+        keep_alive = True
+        while keep_alive and not self._force_close and not self._close:
+            if not self._messages:
+                self._waiter = loop.create_future()
+                try:
+                    await self._waiter
+                finally:
+                    self._waiter = None
+            request: Request = self._messages.popleft()  # type: ignore[assignment]
+            self._current_request = request  # type: ignore[assignment]
+            try:
+                keep_alive = await handle(request)
+            except asyncio.CancelledError:
+                self.force_close()
+                raise
+            finally:
+                self._current_request = None
+            del request
+            self._next_keepalive_close_time = loop.time() + self._settings.keepalive
+            if self._keepalive_handle is None and keep_alive:
+                self._keepalive_handle = loop.call_at(self._next_keepalive_close_time, self._process_keepalive)
+        self._task_handler = None
+        if self.transport is not None:
+            self.transport.close()
 
     def _more_body(self, data: bytes) -> None:
         body = self._body
@@ -252,7 +281,7 @@ class Downstream(RequestHandler):
 
     def answered(self) -> None:
         """The request in hand has been answered, and the connection goes on: take up what was sent ahead."""
-        self.on_gone, self.source = None, None
+        self.source = None
         self.reader.next_request()
         if self._reading_held:
             self.release_reading()
@@ -312,11 +341,10 @@ class Downstream(RequestHandler):
         if self.reader.begun:
             self._discard = True
             seconds = self._settings.header_timeout
-            self._hand_on(
-                None,
-                Refusal("request_timeout", f"the request head did not come whole within {seconds:g} s (timeouts.request_header)"),
-                EMPTY_PAYLOAD,
+            late = Refusal(
+                "request_timeout", f"the request head did not come whole within {seconds:g} s (timeouts.request_header)"
             )
+            self._hand_on(Request(None, late, self, None, b""))
         elif not self.reader.busy:
             self.force_close()
 
@@ -326,6 +354,12 @@ class Downstream(RequestHandler):
             self._keepalive_handle = None
             return
         super()._process_keepalive()
+
+    def forwarding(self, host: bytes) -> bytes:
+        """The lines that tell a backend who this client is, and which host it asked for."""
+        if self._who[0] != host or not self._who[1]:
+            self._who = host, forwarding(self.peer, host)
+        return self._who[1]
 
     @property
     def idle(self) -> bool:

@@ -16,6 +16,10 @@ class Tasks:
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
 
+    def start(self, coroutine: Coroutine[Any, Any, Any], name: str) -> None:
+        """`spawn`, for whoever has no use for the task itself."""
+        self.spawn(coroutine, name)  # type: ignore[unused-awaitable]
+
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         self._running.add(task)  # the loop itself holds tasks weakly

@@ -55,7 +55,12 @@ class Tunnel(asyncio.Protocol):
         now = time.monotonic()
         silent = now - self._last
         if silent >= self._timeouts.idle:
-            self.fail(Ended(Outcome.CLIENT_STALLED if self._paused else Outcome.TIMEOUT_IDLE, "the WebSocket was silent (timeouts.idle)"))
+            self.fail(
+                Ended(
+                    Outcome.CLIENT_STALLED if self._paused else Outcome.TIMEOUT_IDLE,
+                    "the WebSocket was silent (timeouts.idle)",
+                )
+            )
         else:
             self._timer = asyncio.get_running_loop().call_later(self._timeouts.idle - silent, self._look)
 
@@ -105,6 +110,9 @@ class Tunnel(asyncio.Protocol):
         self.observer.resumed(self.exchange, seconds)
         if not self.connection.lost:
             self.connection.transport.resume_reading()
+
+    def settle(self) -> None:
+        """As a relay's: nothing is put off here."""
 
     def close(self) -> None:
         if self._paused:

@@ -16,8 +16,8 @@ import ssl
 import time
 from typing import NamedTuple
 
-from gateway.core.headers import backend_keeps_alive
 from gateway.core.head import Malformed, ResponseHead, parse_response
+from gateway.core.headers import keeps_alive
 from gateway.errors import Refusal, UpstreamFailed
 from gateway.net import sockets
 
@@ -51,7 +51,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, pool: ConnectionPool, loop: asyncio.AbstractEventLoop):
         self.pool, self._loop = pool, loop
         self.transport: asyncio.Transport = None  # type: ignore[assignment]  # set by connection_made, before any use
-        self.sock: socket.socket | None = None
+        self._quiet: sockets.Quiet | None = None
         self.opened = time.monotonic()
         self.idle_since = 0.0
         self.uses = 0
@@ -60,6 +60,7 @@ class Connection(asyncio.Protocol):
         self._method = b""
         self._head: asyncio.Future[ResponseHead] | None = None
         self._received = b""
+        self._answered = False  # some octet has come since the request was sent
         self.pending = b""  # of the body, until somebody relays it
         self.closes = False  # the backend means to end the connection behind this response
         self.ended_well = False  # the peer's end came as an end, not as a reset (while the body was pending)
@@ -84,14 +85,17 @@ class Connection(asyncio.Protocol):
             self._head_octets(data)
 
     def _head_octets(self, data: bytes) -> None:
+        self._answered = True
         received = self._received + data if self._received else data
         while True:
             end = received.find(b"\r\n\r\n", max(len(self._received) - 3, 0))
             if end < 0 or end + 4 > HEAD_MOST:
                 self._received = received
                 if len(received) > HEAD_MOST:
-                    self._fail(UpstreamFailed("upstream_malformed", f"the backend's response head is larger than {HEAD_MOST} octets"))
-                elif not b"HTTP/1.".startswith(received[:7]):
+                    self._fail(
+                        UpstreamFailed("upstream_malformed", f"the backend's response head is larger than {HEAD_MOST} octets")
+                    )
+                elif not b"HTTP/1.".startswith(received[:7]) or received.count(b"\n") != received.count(b"\r\n"):
                     self._fail(UpstreamFailed("upstream_malformed", "what the backend sent is no HTTP/1.1"))
                 return
             try:
@@ -101,7 +105,7 @@ class Connection(asyncio.Protocol):
                 return
             received, self._received = received[end + 4 :], b""
             if head.status >= 200 or head.status == 101:
-                self.pending, self.closes = received, not backend_keeps_alive(head)
+                self.pending, self.closes = received, not keeps_alive(head)
                 assert self._head is not None
                 self._head.set_result(head)
                 return
@@ -116,7 +120,7 @@ class Connection(asyncio.Protocol):
         self.lost = True
         self.pool.lost(self)
         if self._head is not None and not self._head.done():
-            if self.uses > 1 and not self._received:
+            if self.uses > 1 and not self._answered:
                 failure = UpstreamFailed("stale_connection", "the backend closed a kept connection before it answered")
             else:
                 failure = UpstreamFailed("upstream_reset", "the backend closed the connection before it answered")
@@ -132,12 +136,21 @@ class Connection(asyncio.Protocol):
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
+    def opened_on(self, sock: socket.socket) -> None:
+        self._quiet = sockets.Quiet(sock)
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing has arrived on it just now, not even its end."""
+        return self._quiet is not None and self._quiet()
+
     # the exchange's side ----------------------------------------------------------------------------------------------
 
     def send(self, octets: bytes, method: bytes) -> asyncio.Future[ResponseHead]:
         """Write a request's head, and what there is of its body. The future is the response's head, or UpstreamFailed."""
         self.uses += 1
         self._method, self._received, self.pending, self.ended_well = method, b"", b"", False
+        self._answered = False
         self._head = self._loop.create_future()
         self.transport.write(octets)
         return self._head
@@ -213,8 +226,7 @@ class ConnectionPool:
             if (
                 now - connection.idle_since < self.settings.idle
                 and now - connection.opened < self.settings.max_age
-                and connection.sock is not None
-                and sockets.is_quiet(connection.sock)
+                and connection.quiet
             ):
                 self.reused += 1
                 return connection
@@ -262,13 +274,19 @@ class ConnectionPool:
         except ssl.SSLError as error:
             self._resolved = None
             reason = getattr(error, "verify_message", None) or error.reason or "the handshake failed"
-            raise UpstreamFailed("upstream_connect", f"TLS with the backend {origin.name} failed: {reason}", unsent=True) from None
+            raise UpstreamFailed(
+                "upstream_connect", f"TLS with the backend {origin.name} failed: {reason}", unsent=True
+            ) from None
         except OSError as error:
             self._resolved = None  # it may have moved
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise Refusal("overloaded", "the gateway has no file descriptors left (LimitNOFILE, ulimit -n)", retry_after=1) from None
+                raise Refusal(
+                    "overloaded", "the gateway has no file descriptors left (LimitNOFILE, ulimit -n)", retry_after=1
+                ) from None
             reason = error.strerror or str(error) or type(error).__name__
-            raise UpstreamFailed("upstream_connect", f"no connection to the backend {origin.name}: {reason}", unsent=True) from None
+            raise UpstreamFailed(
+                "upstream_connect", f"no connection to the backend {origin.name}: {reason}", unsent=True
+            ) from None
 
     async def _addresses(self) -> list[tuple[int, object]]:
         """(address family, address) of the origin, found anew when what was found is old."""
@@ -306,6 +324,6 @@ class ConnectionPool:
         await self._loop.create_connection(
             lambda: connection, sock=sock, ssl=origin.tls, server_hostname=origin.host if origin.tls else None
         )
-        connection.sock = sock
+        connection.opened_on(sock)
         self._open.add(connection)
         return connection

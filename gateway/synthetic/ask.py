@@ -93,9 +93,7 @@ def listed(body: Body, name: str) -> list[Any]:
     raise invalid("list_type", f"body.{name}", "Input should be a valid list", value)
 
 
-def build(
-    body: Body, limits: Limits, prompts: Sequence[int], *, length_fields: Sequence[str], openai: bool = False
-) -> Ask:
+def build(body: Body, limits: Limits, prompts: Sequence[int], *, length_fields: Sequence[str], openai: bool = False) -> Ask:
     """Draw an `Ask` from a body whose prompts were counted already. `length_fields`: who of them is set first, wins.
 
     `openai`: the API is one of the two that know `n` and `stream_options`; the others ignore them.

@@ -62,9 +62,7 @@ class Chat:
         )
 
     def _role(self, choice: int) -> Event:
-        delta = (
-            f'{{"index":{choice},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}]'
-        )
+        delta = f'{{"index":{choice},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}]'
         return None, f'{self._chunk}{delta}{self._usage(0)},"prompt_token_ids":null,"prompt_text":null}}'
 
     def _token(self, choice: int, text: str, step: Step) -> Event:

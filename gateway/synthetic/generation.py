@@ -108,9 +108,7 @@ class Generation:
         self._engine.metrics.prompt_tokens.inc(self._ask.prompt_tokens)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._engine.leave(self)
         left = isinstance(error, asyncio.CancelledError | ConnectionError)
         if left and self.finish is None and not self._engine.stopping:

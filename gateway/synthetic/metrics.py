@@ -43,16 +43,12 @@ class EngineMetrics:
             registry=registry,
         )
         self.success = {reason: success.labels(model, "0", reason) for reason in FINISHED}
-        self.ttft = self._histogram(
-            "time_to_first_token_seconds", "Histogram of time to first token in seconds.", _TTFT
-        )
+        self.ttft = self._histogram("time_to_first_token_seconds", "Histogram of time to first token in seconds.", _TTFT)
         self.itl = self._histogram("inter_token_latency_seconds", "Histogram of inter-token latency in seconds.", _GAP)
         self.tpot = self._histogram(
             "request_time_per_output_token_seconds", "Histogram of time_per_output_token_seconds per request.", _GAP
         )
-        self.e2e = self._histogram(
-            "e2e_request_latency_seconds", "Histogram of e2e request latency in seconds.", _WHOLE
-        )
+        self.e2e = self._histogram("e2e_request_latency_seconds", "Histogram of e2e request latency in seconds.", _WHOLE)
         self.request_prompt = self._histogram("request_prompt_tokens", "Number of prefill tokens processed.", _TOKENS)
         self.request_generation = self._histogram(
             "request_generation_tokens", "Number of generation tokens processed.", _TOKENS

@@ -111,9 +111,7 @@ class Exposition(Collector):
     def _of_requests(self) -> Iterator[Metric]:
         series = self._metrics.series
         requests = _counter("requests", "Exchanges that ended.", [*self._pair_names, "outcome", "code"])
-        duration = _histogram(
-            "request_duration_seconds", "Request received to its end.", [*self._pair_names, "outcome"]
-        )
+        duration = _histogram("request_duration_seconds", "Request received to its end.", [*self._pair_names, "outcome"])
         for pair, each in series.items():
             for (outcome, code), n in each.requests.items():
                 requests.add_metric([*self._pair(pair), outcome, str(code)], n)
@@ -157,9 +155,7 @@ class Exposition(Collector):
         yield _by_word("relayed_bytes", "Bytes of bodies, from clients (in) and to them (out).", "direction", relayed)
         buffered = metrics.sources.write_buffer_bytes()
         yield GaugeMetricFamily(PREFIX + "write_buffer_bytes", "Held for clients now.", buffered)
-        yield GaugeMetricFamily(
-            PREFIX + "queue_depth", "Requests waiting for a backend.", metrics.sources.queue_depth()
-        )
+        yield GaugeMetricFamily(PREFIX + "queue_depth", "Requests waiting for a backend.", metrics.sources.queue_depth())
 
     def _of_backend_samples(self) -> Iterator[Metric]:
         samples = list(self._metrics.sources.backends())
@@ -184,13 +180,9 @@ class Exposition(Collector):
             for reason, n in tally.failures.items():
                 failures.add_metric([name, reason], n)
         yield failures
-        yield _by_backend(
-            "upstream_connections_reused", "Requests on a pooled connection.", tallies, attrgetter("reused")
-        )
+        yield _by_backend("upstream_connections_reused", "Requests on a pooled connection.", tallies, attrgetter("reused"))
         yield _by_backend("backpressure_pauses", "Times it was held back by a client.", tallies, attrgetter("pauses"))
-        yield _by_backend(
-            "backpressure_seconds", "Time it was held back by clients.", tallies, attrgetter("paused_seconds")
-        )
+        yield _by_backend("backpressure_seconds", "Time it was held back by clients.", tallies, attrgetter("paused_seconds"))
 
     def _of_the_process(self) -> Iterator[Metric]:
         metrics = self._metrics

@@ -1,0 +1,181 @@
+"""A request's body: what is held of it, what is read in it, and how the rest of it is streamed.
+
+A body is held whole where it is small, or where it may have to be changed. A larger one is sent on as it comes, looked into
+on its way: its last octets are held back until it is known to be fit, and no engine can begin with less than all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from gateway.core import headers
+from gateway.core.framing import LAST_CHUNK, frame
+from gateway.core.head import Framing, RequestHead
+from gateway.core.inspection import not_json
+from gateway.core.jsonbody import Members, NotAnObject
+from gateway.core.outcome import Outcome
+from gateway.core.routing import Route
+from gateway.errors import Ended, Refusal
+from gateway.net.call import Call, Policy, Upload
+from gateway.net.upstream import Connection
+
+T = TypeVar("T")
+
+# Octets of a body that are gathered before it is sent on. Nearly every prompt is smaller, and can then be tried again
+# elsewhere; a larger one is streamed, so that memory does not depend on what clients send.
+HELD_JSON = 1 << 20
+HELD_OTHER = 65536
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_NO_BODY = Upload(b"", 0)
+
+
+def at_hand(call: Call, head: RequestHead, route: Route) -> Upload | None:
+    """The body of the usual request: none, or one that came whole, with its head. Raises Refusal."""
+    request = call.request
+    if request.body is not None:
+        return None
+    call.exchange.body_read = request.accepted
+    body = request.whole
+    if not body:
+        return _NO_BODY
+    call.exchange.bytes_in = len(body)
+    if not _looks(call.policy, head, route):
+        return Upload(body, len(body))
+    return _looked_into(call, route, body)
+
+
+def _looks(policy: Policy, head: RequestHead, route: Route) -> bool:
+    """Whether the body is to be looked into: an engine would read it as JSON, and some rule asks. Raises Refusal."""
+    if not policy.looks:
+        return False
+    kind = headers.media_type(head.named)
+    looks = not kind.startswith(b"multipart/") if route.json else kind == b"application/json" or kind.endswith(b"+json")
+    coding = head.named.get(b"content-encoding")
+    if looks and coding is not None and coding.lower() not in (b"", b"identity"):
+        raise Refusal(
+            "unsupported_media",
+            f"a request body coded as {coding.decode('latin-1')[:40]} cannot be looked into; send it uncoded, or let the "
+            "operator set every rule of `fields` to pass",
+        )
+    return looks
+
+
+async def read(call: Call, head: RequestHead, route: Route) -> Upload:
+    """A body that is still coming, as far as it must be looked at before anything is sent. Raises Refusal."""
+    exchange, policy, body = call.exchange, call.policy, call.request.body
+    assert body is not None
+    looks = _looks(policy, head, route)
+    whole = looks and policy.inspector.edits(route.path)
+    most = policy.request_body if whole else HELD_JSON if looks else HELD_OTHER
+    if b"expect" in head.named and head.minor and not body.total_bytes:
+        call.write(CONTINUE)
+    pieces, size = [], 0
+    while size <= most and (piece := await _piece(call)):
+        pieces.append(piece)
+        size += len(piece)
+    held = b"".join(pieces)
+    exchange.bytes_in = size
+    exchange.body_read = time.monotonic()
+    length = head.length if head.framing is Framing.LENGTH else None
+    if body.at_eof():
+        return _looked_into(call, route, held) if looks and held else Upload(held, size)
+    if not looks:
+        return Upload(held, length, kept=False)
+    members = Members()
+    _feed(members, held)
+    exchange.model, exchange.stream = policy.inspector.facts(members.found)
+    return Upload(held, length, kept=False, members=members)
+
+
+def _looked_into(call: Call, route: Route, body: bytes) -> Upload:
+    """A JSON body that is whole. Raises Refusal."""
+    exchange, inspector = call.exchange, call.policy.inspector
+    if not inspector.edits(route.path):
+        exchange.model, exchange.stream = inspector.read(body)
+        return Upload(body, len(body))
+    (exchange.model, exchange.stream), body, call.usage_asked = inspector.rewrite(route.path, body)
+    return Upload(body, len(body))
+
+
+async def _piece(call: Call) -> bytes:
+    """The next octets of the body; b"" at its end. Raises Refusal."""
+    body, policy = call.request.body, call.policy
+    assert body is not None
+    try:
+        # what has arrived is taken without a timer
+        piece = body.read_nowait() or await timed(
+            call,
+            body.readany(),
+            policy.timeouts.request_body,
+            "request_timeout",
+            "the request body stalled (timeouts.request_body)",
+        )
+    except ConnectionResetError:
+        raise asyncio.CancelledError from None
+    if body.total_bytes > policy.request_body:
+        raise too_large(policy)
+    return piece
+
+
+async def timed(call: Call, awaitable: Awaitable[T], seconds: float, code: str, message: str) -> T:
+    """`awaitable`, within `seconds` and the exchange's total. Raises Refusal."""
+    total = call.policy.timeouts.total
+    left = seconds if total is None else min(seconds, call.exchange.accepted + total - time.monotonic())
+    try:
+        async with asyncio.timeout(left):
+            return await awaitable
+    except TimeoutError:
+        if total is not None and left < seconds:
+            raise total_passed(total) from None
+        raise Refusal(code, message) from None
+
+
+async def send_rest(call: Call, connection: Connection, upload: Upload) -> None:
+    """Stream what is not held, at the pace of the slower side. Its failures reach the exchange as its own."""
+    exchange, body = call.exchange, call.request.body
+    try:
+        while piece := await _piece(call):
+            exchange.bytes_in += len(piece)
+            if upload.members is not None:
+                # the last octets go out only once all is known to be fit: till then no engine can begin
+                _feed(upload.members, piece)
+                exchange.model, exchange.stream = call.policy.inspector.facts(upload.members.found)
+                if body is not None and body.at_eof() and not upload.members.complete:
+                    raise not_json("it ends before the object does")
+            connection.write(framed(upload, piece))
+            await connection.drain()
+        if upload.members is not None and not upload.members.complete:
+            raise not_json("it ends before the object does")
+        if upload.length is None:
+            connection.write(LAST_CHUNK)
+    except Refusal as refusal:
+        if call.relay is not None:
+            call.relay.fail(Ended(Outcome.REFUSED, refusal.message, code=refusal.code))
+        else:
+            connection.fail(refusal)
+
+
+def too_large(policy: Policy) -> Refusal:
+    return Refusal("bodytoo_large", f"the request body is larger than limits.request_body, {policy.request_body} octets")
+
+
+def _feed(members: Members, piece: bytes) -> None:
+    try:
+        members.feed(piece)
+    except NotAnObject as error:
+        raise not_json(str(error)) from None
+
+
+def framed(upload: Upload, piece: bytes) -> bytes:
+    return piece if upload.length is not None or not piece else frame(piece)
+
+
+def total_passed(seconds: float) -> Refusal:
+    return Refusal(
+        "timeout_first_byte",
+        f"the exchange took longer than {seconds:g} s (timeouts.total)",
+        outcome=Outcome.TIMEOUT_TOTAL,
+    )

@@ -1,0 +1,96 @@
+"""The records that the life of a request is written on: what the operator decided, and what one exchange holds."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import NamedTuple
+
+from gateway.core.backend import Lease
+from gateway.core.dialects import DEFAULT, Dialect
+from gateway.core.exchange import Exchange
+from gateway.core.inspection import Inspector
+from gateway.core.jsonbody import Members
+from gateway.core.routing import Paths, Route
+from gateway.errors import Ended
+from gateway.net.downstream import Request
+from gateway.net.relay import Relay
+from gateway.net.tunnel import Tunnel
+from gateway.net.upstream import Connection
+from gateway.net.watch import Timeouts, Watch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Policy:
+    """What the operator decided, as one snapshot: an exchange lives by the one it began with."""
+
+    paths: Paths
+    inspector: Inspector
+    timeouts: Timeouts
+    request_body: int = 67108864
+    forwarded: bool = True
+    error_events: bool = False  # on_truncation: error_event
+    comment: float | None = None  # keepalive_comment.interval
+    coalesce: tuple[float, int] | None = None  # seconds, octets
+    looks: bool = True  # some rule needs the body to be looked into
+    step: float = 60.0  # seconds after which a running exchange is first looked at (`Timeouts.shortest`)
+
+
+class Local(NamedTuple):
+    """An answer that the gateway gives itself, where several backends stand behind one page."""
+
+    status: int
+    body: bytes
+
+
+class Upload:
+    """A request's body on its way to the backend: what is held, and, if it is not all of it, a source for the rest."""
+
+    __slots__ = ("held", "kept", "length", "members")
+
+    def __init__(self, held: bytes, length: int | None, *, kept: bool = True, members: Members | None = None):
+        self.held = held
+        self.length = length  # of the whole body; None where only its end will tell
+        self.kept = kept  # what is held is all of it
+        self.members = members  # still looking for refused members in what comes
+
+
+class Call:
+    """What one exchange holds, and what can end it from outside."""
+
+    __slots__ = (
+        "connection", "exchange", "interrupted", "lease", "policy", "relay", "request", "route", "slot", "task", "upload",
+        "usage_asked", "watch",
+    )  # fmt: skip
+
+    def __init__(self, exchange: Exchange, request: Request, policy: Policy):
+        self.exchange, self.request, self.policy = exchange, request, policy
+        self.route: Route | None = None
+        self.task = asyncio.current_task()
+        self.interrupted: Ended | None = None
+        self.slot = self.usage_asked = False
+        self.lease: Lease | None = None
+        self.connection: Connection | None = None
+        self.relay: Relay | Tunnel | None = None
+        self.watch: Watch | None = None
+        self.upload: asyncio.Task[None] | None = None
+
+    @property
+    def dialect(self) -> Dialect:
+        """How errors are worded for this caller."""
+        return DEFAULT if self.route is None or self.route.dialect is None else self.route.dialect
+
+    def interrupt(self, reason: Ended) -> None:
+        """End the exchange from outside: the drain limit, an operator's word."""
+        if self.interrupted is None:
+            self.interrupted = reason
+            if self.relay is not None and not self.relay.done.done():
+                self.relay.fail(reason)
+            elif self.task is not None:
+                self.task.cancel()
+
+    def write(self, octets: bytes) -> None:
+        """To the client, if it is still there."""
+        transport = self.request.client.transport
+        if transport is not None:
+            transport.write(octets)

@@ -1,0 +1,166 @@
+"""A pool: who may be picked, over every combination of what a backend can be, and what the queue may promise of it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+
+import pytest
+
+from gateway.core.backend import Backend, Health, HealthSettings, Lease
+from gateway.core.balancing import POLICIES
+from gateway.core.breaker import BreakerSettings, State
+from gateway.core.pool import Pool
+
+NOW = 50.0
+HEALTH = HealthSettings(fail=1, pass_=1)
+
+
+def made(name: str, kind: str) -> Backend:
+    """`kind`: any of down, open, full in one word."""
+    backend = Backend(name, f"http://{name}", max_in_flight=1, breaker=BreakerSettings(failures=1, open=10.0))
+    if "down" in kind:
+        backend.probed(False, HEALTH)
+    if "full" in kind:
+        backend.lease()
+    if "open" in kind:
+        backend.breaker.failed(NOW)
+    return backend
+
+
+KINDS = ["well", "down", "open", "full", "open full", "down open"]
+PAIRS = list(itertools.product(KINDS, repeat=2))
+
+
+@pytest.mark.parametrize("kinds", PAIRS, ids=lambda kinds: " + ".join(kinds))
+def test_pick_table(kinds: tuple[str, str]) -> None:
+    """A well one with room first; an ejected one rather than none; never a full one, never one that is down."""
+    pool = Pool([made(f"b{i}", kind) for i, kind in enumerate(kinds)])
+    lease = pool.pick(NOW)
+    usable = [k for k in kinds if "down" not in k and "full" not in k]
+    if not usable or lease is None:
+        assert lease is None
+        assert not (pool.has_room and pool.routable)
+        return
+    chosen = kinds[int(lease.backend.name[1])]
+    assert chosen == ("well" if "well" in usable else "open")
+
+
+@pytest.mark.parametrize("kinds", PAIRS, ids=lambda kinds: " + ".join(kinds))
+def test_what_has_room_can_be_picked(kinds: tuple[str, str]) -> None:
+    """The queue lets in whom the pool has room for: the pool then has a backend, or says that none is reachable."""
+    pool = Pool([made(f"b{i}", kind) for i, kind in enumerate(kinds)])
+    if pool.has_room and pool.routable:
+        assert pool.pick(NOW) is not None
+
+
+@pytest.mark.parametrize("kinds", PAIRS, ids=lambda kinds: " + ".join(kinds))
+def test_why_nobody(kinds: tuple[str, str]) -> None:
+    """no_backend where none is routable, overloaded where all are full; each says when to come again."""
+    pool = Pool([made(f"b{i}", kind) for i, kind in enumerate(kinds)])
+    if pool.pick(NOW) is None:
+        refusal = pool.nobody()
+        assert refusal.code == ("overloaded" if pool.routable else "no_backend")
+        assert refusal.ruling.status == 503
+        assert refusal.retry_after
+
+
+def test_the_last_backend_is_never_ejected() -> None:
+    """With every breaker open, requests still go somewhere, and to all of them."""
+    pool = Pool([made("a", "open"), made("b", "open")])
+    names = set()
+    for _ in range(4):
+        lease = pool.pick(NOW)
+        assert lease
+        names.add(lease.backend.name)
+        lease.release()
+    assert names == {"a", "b"}
+
+
+def test_a_second_attempt_obeys_breakers_and_avoids_what_was_tried() -> None:
+    """What failed a moment ago is not asked again, nor is a doubtful backend asked in its stead."""
+    first, second = made("a", "well"), made("b", "open")
+    pool = Pool([first, second])
+    assert pool.pick(NOW, [first]) is None
+    assert pool.pick(NOW, [second]).backend is first  # type: ignore[union-attr]
+
+
+def test_one_trial_of_a_half_open_backend() -> None:
+    """When its time has come, one request goes there, and the others go elsewhere until that one has ended."""
+    pool = Pool([made("a", "open"), Backend("b", "http://b")])
+    later = NOW + 10
+    picked = [pool.pick(later) for _ in range(6)]
+    assert sum(lease.backend.name == "a" for lease in picked if lease) == 1
+    assert pool.backends[0].breaker.state is State.HALF_OPEN
+
+
+def test_asking_of_room_is_no_trial() -> None:
+    """Looking at the pool, as the queue, readyz and a scrape do, does not use up the trial."""
+    pool = Pool([made("a", "open")])
+    for _ in range(3):
+        assert pool.routable
+        assert pool.has_room
+    lease = pool.pick(NOW + 10)
+    assert lease
+    assert pool.backends[0].breaker.state is State.HALF_OPEN
+
+
+def test_a_backend_not_probed_yet_is_routable() -> None:
+    """A gateway that has just started serves at once."""
+    pool = Pool([Backend("a", "http://a")])
+    assert pool.backends[0].health is Health.UNKNOWN
+    assert pool.pick(NOW)
+
+
+def test_an_empty_pool() -> None:
+    """Nothing to pick, and waiting would be in vain."""
+    pool = Pool([])
+    assert pool.pick(NOW) is None
+    assert pool.has_room
+    assert pool.nobody().code == "no_backend"
+
+
+def test_leases_outlive_membership() -> None:
+    """A stream on a backend that a reload takes away gives its lease back to it all the same."""
+    backend = Backend("a", "http://a")
+    pool = Pool([backend])
+    lease = pool.pick(NOW)
+    assert lease
+    pool.apply([Backend("b", "http://b")], "round_robin")
+    lease.release()
+    assert backend.in_flight == 0
+
+
+@pytest.mark.parametrize("balance", POLICIES)
+@pytest.mark.parametrize("seed", range(5))
+def test_random_operations(balance: str, seed: int) -> None:
+    """Picks, ends, failures, probes and time: no limit passed, nothing down picked, some backend while one is fit."""
+    chance = random.Random(seed)
+    pool = Pool(
+        [Backend(f"b{i}", f"http://b{i}", max_in_flight=3, breaker=BreakerSettings(2, 5.0, 2.0)) for i in range(3)],
+        balance,
+    )
+    out: list[Lease] = []
+    now = 0.0
+    for _ in range(600):
+        now += chance.random() / 4
+        step = chance.random()
+        if step < 0.45:
+            fit = [b for b in pool.backends if b.routable and not b.full]
+            promised = pool.has_room and pool.routable
+            lease = pool.pick(now)
+            assert bool(lease) == promised, f"fit: {fit}"
+            if lease:
+                assert lease.backend in fit
+                out.append(lease)
+        elif step < 0.85 and out:
+            lease = out.pop(chance.randrange(len(out)))
+            breaker = lease.backend.breaker
+            chance.choice([breaker.succeeded, breaker.neither, functools.partial(breaker.failed, now)])()
+            lease.release()
+        else:
+            chance.choice(pool.backends).probed(chance.random() < 0.6, HealthSettings(2, 2))
+        for backend in pool.backends:
+            assert 0 <= backend.in_flight <= 3
+            assert backend.in_flight == sum(lease.backend is backend for lease in out)
