@@ -38,6 +38,8 @@ class Refusal(GatewayError):
         outcome: Outcome | None = None,
     ):
         super().__init__(message)
+        if code not in RULINGS:
+            raise AssertionError(f"{code} is no refusal code")
         self.code, self.message, self.param, self.retry_after, self.outcome = code, message, param, retry_after, outcome
 
     @property

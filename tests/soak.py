@@ -690,7 +690,7 @@ async def soak(options: argparse.Namespace, folder: Path) -> bool:
     await this.start(url)
     began = time.monotonic()
     try:
-        warm = min(max(options.streams // 20, 200), 5000)
+        warm = 5000  # by then memory stands at its level: it is the same after 100,000 more
         print(f"warming up with {warm} streams, then {options.streams}", file=sys.stderr)
         await this.mixed(MAIN, warm, options.concurrency)
         await parts(this, url, warm // 20)

@@ -40,7 +40,10 @@ class UsageStripper:
         rest = data[at:]
         if self._passing or len(rest) > HELD_MOST:
             self._passing = True
-            out.append(rest)
+            body = rest.rstrip(b"\r\n")  # what may be half of the event's end waits for the other half
+            cut = max(len(body), len(rest) - 3)
+            out.append(rest[:cut])
+            self._held = rest[cut:]
         else:
             self._held = rest
         return [b"".join(out)] if out else []

@@ -239,13 +239,16 @@ class RequestReader:
     caller stops reading from the client while `ahead` is more than it is willing to hold.
     """
 
-    __slots__ = ("_body", "_left", "_scanned", "busy", "held", "limit")
+    __slots__ = ("_body", "_buffer", "_left", "_place", "_scanned", "busy", "limit")
 
     def __init__(self, limit: int):
         self.limit = limit  # octets of a whole head
-        self.held = b""  # of a head that is not whole yet, or, while busy with its body complete, what was sent ahead
         self.busy = False  # a head has been handed on, and next_request has not been called since
-        self._scanned = 0  # octets of `held` that are known to hold no head's end
+        # What has come and is not taken yet: `_buffer` from `_place` on. It is not cut for each request that is taken,
+        # or thousands that came in one read would be copied thousands of times.
+        self._buffer = b""
+        self._place = 0
+        self._scanned = 0  # where the search for a head's end goes on
         self._body: ChunkedReader | None = None
         self._left = 0  # octets of a body of known length
 
@@ -254,36 +257,56 @@ class RequestReader:
         return self._left > 0 or self._body is not None
 
     @property
+    def held(self) -> int:
+        """Octets that have come and are not taken yet."""
+        return len(self._buffer) - self._place
+
+    @property
     def begun(self) -> bool:
         """A part of a head has come, and not all of it."""
-        return not self.busy and bool(self.held)
+        return not self.busy and self.held > 0
 
     @property
     def ahead(self) -> int:
-        return len(self.held) if self.busy else 0
+        return self.held if self.busy else 0
 
     def next_request(self) -> None:
         """The request in hand has been answered: the next one may be handed on."""
         self.busy = False
-        self._scanned = 0
+        self._scanned = self._place
+
+    def keep(self, data: bytes) -> None:
+        """Sent ahead, while the request in hand is being answered."""
+        self._buffer = self._buffer[self._place :] + data if self.held else data
+        self._place = 0
+
+    def take(self) -> bytes:
+        """All that is held."""
+        taken = self._buffer[self._place :]
+        self._buffer, self._place, self._scanned = b"", 0, 0
+        return taken
 
     def head(self, data: bytes = b"") -> RequestHead | None:
         """The next request's head, once it is whole; its body is then read by `body`, or `whole_body`.
 
         Only called when not busy. Raises Refusal (400, 405, 414, 431, 501).
         """
-        held = self.held + data if self.held else data
-        while held.startswith(b"\r\n"):  # RFC 9112 section 2.2: empty lines may come first
-            held, self._scanned = held[2:], 0
-        end = held.find(b"\r\n\r\n", max(self._scanned - 3, 0))
-        if end < 0 or end + 4 > self.limit:
-            self.held, self._scanned = held, len(held)
-            if len(held) > self.limit:
-                self._too_large(held)
-            self._begun_wrong(held)
+        if data:
+            scanned = max(self._scanned - self._place, 0)
+            self.keep(data)
+            self._scanned = scanned
+        buffer = self._buffer
+        while buffer.startswith(b"\r\n", self._place):  # RFC 9112 section 2.2: empty lines may come first
+            self._place += 2
+            self._scanned = self._place
+        begin = self._place
+        end = buffer.find(b"\r\n\r\n", max(self._scanned - 3, begin))
+        if end < 0 or end + 4 - begin > self.limit:
+            self._scanned = len(buffer)
+            self._unfinished(buffer[begin:])
             return None
-        octets, self.held, self._scanned = held[: end + 4], held[end + 4 :], 0
-        head = parse_request(octets)
+        self._place = end + 4
+        head = parse_request(buffer[begin : end + 4])
         self.busy = True
         if head.framing is Framing.LENGTH:
             self._left = head.length
@@ -293,44 +316,39 @@ class RequestReader:
 
     def whole_body(self) -> bytes | None:
         """The body, if all of it has come along with its head; it is then not to be had by `body` any more."""
-        if not self._left or len(self.held) < self._left:
+        left, begin = self._left, self._place
+        if not left or len(self._buffer) - begin < left:
             return None
-        body, self.held = self.held[: self._left], self.held[self._left :]
-        self._left = 0
-        return body
+        self._left, self._place = 0, begin + left
+        return self._buffer[begin : begin + left]
 
-    def _too_large(self, held: bytes) -> None:
-        line_end = held.find(b"\r\n", 0, self.limit)
-        self.held = b""
-        if line_end < 0:
-            raise Refusal("target_too_long", f"the request target is longer than limits.request_head, {self.limit} octets")
-        raise Refusal("headers_too_large", f"the request head is larger than limits.request_head, {self.limit} octets")
-
-    @staticmethod
-    def _begun_wrong(held: bytes) -> None:
-        """What can never become a head is refused at once, not at the deadline: TLS on this port, a bare line end."""
+    def _unfinished(self, held: bytes) -> None:
+        """Refuse what is too large, or can never become a head (TLS on this port, a bare line end), without waiting."""
+        if len(held) > self.limit:
+            limit = f"limits.request_head, {self.limit} octets"
+            if held.find(b"\r\n", 0, self.limit) < 0:
+                raise Refusal("target_too_long", f"the request target is longer than {limit}")
+            raise Refusal("headers_too_large", f"the request head is larger than {limit}")
         if (held and held[0] not in TCHAR and held != b"\r") or held.count(b"\n") != held.count(b"\r\n"):
             raise Refusal("bad_request", "the head holds a control octet, or a line end that is not CRLF")
 
     def body(self, data: bytes = b"") -> tuple[list[bytes], bool]:
         """More of the body's octets, and whether it is complete. What lies behind it is kept. Raises Malformed."""
         if self.held:
-            data, self.held = self.held + data, b""
+            data = self.take() + data
         if self._body is not None:
             pieces = self._body.feed(data)
             if self._body.failure is not None:
                 raise self._body.failure
             if not self._body.done:
                 return pieces, False
-            self.held, self._body = self._body.extra, None
+            self.keep(self._body.extra)
+            self._body = None
             return pieces, True
-        piece, self.held = data[: self._left], data[self._left :]
+        piece = data[: self._left]
+        self.keep(data[self._left :])
         self._left -= len(piece)
         return ([piece] if piece else []), not self._left
-
-    def keep(self, data: bytes) -> None:
-        """Sent ahead, while the request in hand is being answered."""
-        self.held += data
 
 
 class LengthReader:

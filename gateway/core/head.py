@@ -98,6 +98,10 @@ _REMEMBERED_MOST = 4096  # lines; then all are forgotten, so that new ones come 
 _REMEMBERED_LENGTH = 160  # octets of a line
 _fields: dict[bytes, Field] = {}
 _starts: dict[bytes, tuple[bytes, bytes, int]] = {}
+# Whole heads of responses: those of one engine's streams in one second are the same to the octet.
+_REMEMBERED_HEADS = 64
+_REMEMBERED_HEAD = 512
+_responses: dict[bytes, ResponseHead] = {}
 
 
 def _field(line: bytes) -> Field:
@@ -222,6 +226,9 @@ def _only_chunked(value: bytes) -> None:
 
 def parse_response(head: bytes, method: bytes) -> ResponseHead:
     """`head` ends in its empty line, `method` is that of the request it answers. Raises Malformed."""
+    known = _responses.get(head) if method != b"HEAD" else None
+    if known is not None:
+        return known
     lines = _lines(head)
     version, _, rest = lines[0].partition(b" ")
     minor = _VERSIONS.get(version)
@@ -233,7 +240,12 @@ def parse_response(head: bytes, method: bytes) -> ResponseHead:
     fields, named = _read_fields(lines)
     code = int(status)
     framing, length = response_framing(named, minor, code, method)
-    return ResponseHead(code, reason, minor, fields, named, framing, length)
+    parsed = ResponseHead(code, reason, minor, fields, named, framing, length)
+    if method != b"HEAD" and len(head) <= _REMEMBERED_HEAD and b"set-cookie" not in {field[0] for field in fields}:
+        if len(_responses) >= _REMEMBERED_HEADS:
+            _responses.clear()
+        _responses[head] = parsed
+    return parsed
 
 
 def response_framing(named: dict[bytes, bytes], minor: int, status: int, method: bytes) -> tuple[Framing, int]:

@@ -159,7 +159,7 @@ async def send_rest(call: Call, connection: Connection, upload: Upload) -> None:
 
 
 def too_large(policy: Policy) -> Refusal:
-    return Refusal("bodytoo_large", f"the request body is larger than limits.request_body, {policy.request_body} octets")
+    return Refusal("body_too_large", f"the request body is larger than limits.request_body, {policy.request_body} octets")
 
 
 def _feed(members: Members, piece: bytes) -> None:

@@ -375,7 +375,7 @@ class Downstream(RequestHandler):
     def become_tunnel(self, tunnel: Tunnel) -> None:
         """From now on what the client sends is not HTTP any more."""
         self.tunnel = self.source = tunnel
-        ahead, self.reader.held = self.reader.held, b""
+        ahead = self.reader.take()
         self.release_reading()
         if ahead:
             tunnel.from_client(ahead)

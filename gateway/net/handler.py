@@ -326,26 +326,23 @@ class Gateway:
         else:
             reader = LengthReader(response.length)
         exchange.status, exchange.committed, exchange.phase = response.status, True, Phase.FIRST_TOKEN
-        relay = call.relay = Relay(exchange, client, connection, reader, framing, meter, self.observer, edit)
+        relay = call.relay = Relay(
+            exchange, client, connection, reader, framing, meter, self.observer, edit, call.policy.coalesce
+        )
         exchange.meter = meter
-        call.write(
-            headers.client_head(
-                response,
-                request_id=exchange.request_id.encode(),
-                date=http_date(),
-                framing=framing,
-                connection=answers.connection_field(head, keep_alive),
-            ),
+        octets = headers.client_head(
+            response,
+            request_id=exchange.request_id.encode(),
+            date=http_date(),
+            framing=framing,
+            connection=answers.connection_field(head, keep_alive),
         )
         client.source = relay
         if call.watch is not None:
             call.watch.relay = relay
         pending = connection.pending
         connection.hand_over(relay)
-        if pending:
-            relay.data_received(pending)
-        elif reader.done:
-            relay.nothing_comes()
+        relay.begin(octets, pending)
         if connection.lost:
             relay.already_ended()
         return keep_alive

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from gateway.core import framing
@@ -27,6 +28,7 @@ from gateway.core.head import Framing
 from gateway.core.meter import Meter
 from gateway.core.outcome import Outcome, Phase
 from gateway.errors import Ended
+from gateway.net.coalesce import Coalescer
 
 if TYPE_CHECKING:
     from gateway.net.downstream import Downstream
@@ -48,9 +50,9 @@ class Edit(Protocol):
 
 class Relay(asyncio.Protocol):
     __slots__ = (
-        "_as_it_comes", "_attached", "_begins", "_edit", "_end", "_learnt", "_paused", "_saw_end", "_times", "_usual", "_write",
-        "body_octets", "client", "connection", "done", "exchange", "framing", "last", "meter", "observer", "reader", "said",
-        "taken_at", "taken_left",
+        "_as_it_comes", "_attached", "_before", "_begins", "_edit", "_end", "_joined", "_learnt", "_paused", "_saw_end", "_times",
+        "_usual", "_write", "body_octets", "client", "connection", "done", "exchange", "framing", "last", "meter", "observer",
+        "reader", "said", "taken_at", "taken_left",
     )  # fmt: skip
 
     def __init__(
@@ -63,11 +65,15 @@ class Relay(asyncio.Protocol):
         meter: Meter | None,
         observer: Observer,
         edit: Edit | None = None,
+        coalesce: tuple[float, int] | None = None,
     ):
         self.exchange, self.client, self.connection, self.reader = exchange, client, connection, reader
         self.framing, self.meter, self.observer, self._edit = to_client, meter, observer, edit
         assert client.transport is not None
-        self._write = client.transport.write
+        self._write: Callable[[bytes], None] = client.transport.write
+        self._joined: Coalescer | None = None
+        if coalesce is not None:
+            self._write = self._joined = Coalescer(client.transport.write, *coalesce)
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.body_octets = 0
         self.last = time.monotonic()  # when the upstream last sent anything
@@ -75,6 +81,7 @@ class Relay(asyncio.Protocol):
         # the reader's own output is what the client gets: nothing is edited, and both sides have the same framing
         self._as_it_comes = edit is None and (to_client is Framing.CHUNKED or type(reader) is LengthReader)
         self._attached = True  # the connection is ours
+        self._before = b""  # our head, to be written with the body's first octets
         # usual events: the shape that they were learnt from; by its length how one begins, and how all end; what has passed
         self._learnt: tuple[bytes, bytes] | None = None
         self._begins: dict[int, bytes] = {}
@@ -141,6 +148,8 @@ class Relay(asyncio.Protocol):
             exchange.first_byte = now
         out = reader.out if self._as_it_comes else self._encoded(pieces)
         if out:
+            if self._before:
+                out, self._before = self._before + out, b""
             self._write(out)
         for piece in pieces:
             self.body_octets += len(piece)
@@ -198,9 +207,20 @@ class Relay(asyncio.Protocol):
         else:
             self.fail(Ended(Outcome.UPSTREAM_RESET, "the backend's connection ended within the response"))
 
-    def nothing_comes(self) -> None:
-        """The response has no body."""
-        self._finish()
+    def begin(self, head: bytes, pending: bytes) -> None:
+        """Write our head, at once, and together with what has come of the body already."""
+        if not pending:
+            self._write(head)
+            self._flush()
+            if self.reader.done:  # there is no body
+                self._finish()
+            return
+        self._before = head
+        self._careful(pending, _clock())
+        if self._before:  # nothing of it could pass yet
+            self._write(self._before)
+            self._before = b""
+        self._flush()
 
     def already_ended(self) -> None:
         """The upstream's end had come before this relay took over."""
@@ -218,6 +238,7 @@ class Relay(asyncio.Protocol):
             self.meter.end()
             if self.exchange.first_output_written is None and self.meter.first_output is not None:
                 self.exchange.first_output_written = time.monotonic()
+        self._flush()
         if not self.done.done():
             self.done.set_result(None)
 
@@ -225,6 +246,7 @@ class Relay(asyncio.Protocol):
         """End the relay: nothing more passes."""
         if not self.done.done():
             self.settle()
+            self._flush()
             self.done.set_exception(failure)
             self.connection.drop()
 
@@ -288,4 +310,9 @@ class Relay(asyncio.Protocol):
         ):
             return False
         self._write(framing.frame(octets))
+        self._flush()
         return True
+
+    def _flush(self) -> None:
+        if self._joined is not None:
+            self._joined.flush()

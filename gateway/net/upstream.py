@@ -19,7 +19,7 @@ from typing import NamedTuple
 from gateway.core.head import Malformed, ResponseHead, parse_response
 from gateway.core.headers import keeps_alive
 from gateway.errors import Refusal, UpstreamFailed
-from gateway.net import sockets
+from gateway.net import sockets, tls
 
 log = logging.getLogger(__name__)
 
@@ -321,9 +321,13 @@ class ConnectionPool:
     async def _wrap(self, sock: socket.socket) -> Connection:
         origin = self.origin
         connection = Connection(self, self._loop)
-        await self._loop.create_connection(
-            lambda: connection, sock=sock, ssl=origin.tls, server_hostname=origin.host if origin.tls else None
-        )
-        connection.opened_on(sock)
+        if origin.tls is None:
+            await self._loop.create_connection(lambda: connection, sock=sock)
+            connection.opened_on(sock)
+        else:
+            transport = await tls.open_tls(self._loop, sock, origin.tls, origin.host, connection)
+            connection._quiet = tls.Quiet(sock, transport)
+        if connection.lost:  # at once: nobody would tell whoever sends on it
+            raise ConnectionResetError(errno.ECONNRESET, "the backend closed the connection as soon as it was open")
         self._open.add(connection)
         return connection

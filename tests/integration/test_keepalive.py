@@ -382,8 +382,8 @@ async def test_a_client_that_closes_between_requests(gateway: Gateway, upstream:
     upstream.script = plain
     for number in range(40):
         client = await gateway.connect()
-        await client.send(numbered(f"z{number}"))
-        await client.read_response()
+        await client.send(numbered(f"z{number}", "GET"))
+        await client.read_response("GET")
         await asyncio.sleep(0.0005 * (number % 5))
         client.fin() if number % 2 else client.reset()
     for number in range(40):
