@@ -50,9 +50,9 @@ class Edit(Protocol):
 
 class Relay(asyncio.Protocol):
     __slots__ = (
-        "_as_it_comes", "_attached", "_before", "_begins", "_edit", "_end", "_joined", "_learnt", "_paused", "_saw_end", "_times",
-        "_usual", "_write", "body_octets", "client", "connection", "done", "exchange", "framing", "last", "meter", "observer",
-        "reader", "said", "taken_at", "taken_left",
+        "_as_it_comes", "_attached", "_before", "_begins", "_edit", "_end", "_joined", "_learnt", "_paused", "_saw_end",
+        "_times", "_usual", "_write", "body_octets", "client", "connection", "done", "exchange", "framing", "last", "meter",
+        "observer", "reader", "said", "taken_at", "taken_left",
     )  # fmt: skip
 
     def __init__(
