@@ -133,6 +133,8 @@ class App:
             self._lines = logs.LineWriter(sys.stderr, lambda flush: loop.call_later(0.05, flush))
             parts.append(AccessLog(self._lines, wall=time.time, form=config.log.format))
         observer: Observer = parts[0] if len(parts) == 1 else Observers(*parts)
+        sockets = systemd.listen_fds() or [self._bind(address) for address in config.listen]
+        admin_socket = self._bind(config.admin.listen)
         if not config.backends or config.loadtest.enabled:
             await self._start_synthetic()
         backends, connections, targets = self._members(config)
@@ -149,7 +151,7 @@ class App:
             self._model_list,
         )
         self.probes = Probes(self.gateway.admission.wake)
-        await self._listen()
+        await self._listen(sockets, admin_socket)
         await self.probes.watch(targets, _probing(config))
         self._tasks.start(self._measure_lag(), "event loop lag")
         public = ", ".join(self._public)
@@ -203,14 +205,13 @@ class App:
 
     # listening --------------------------------------------------------------------------------------------------------
 
-    async def _listen(self) -> None:
+    async def _listen(self, sockets: list[socket.socket], admin_socket: socket.socket) -> None:
         config, loop = self.config, asyncio.get_running_loop()
         tls = _server_tls(config)
         scheme = "https" if tls is not None else "http"
         settings = _client_settings(config)
         self._public = []
-        passed = systemd.listen_fds()
-        for sock in passed or [self._bind(address) for address in config.listen]:
+        for sock in sockets:
             front = Server(self.gateway, settings, scheme.encode())
             server = (
                 await loop.create_server(front, sock=sock, ssl=tls, backlog=BACKLOG)
@@ -220,12 +221,11 @@ class App:
             self._fronts.append(front)
             self._servers.append(server)
             self._public.append(_url(scheme, sock))
-        sock = self._bind(config.admin.listen)
         token = config.admin.token_file.reveal() if config.admin.token_file is not None else None
         self._admin = web.AppRunner(admin_app(Control(self), token=token), access_log=None, shutdown_timeout=1.0)
         await self._admin.setup()
-        await web.SockSite(self._admin, sock, backlog=128).start()
-        self._admin_url = _url("http", sock)
+        await web.SockSite(self._admin, admin_socket, backlog=128).start()
+        self._admin_url = _url("http", admin_socket)
 
     def _bind(self, address: Address) -> socket.socket:
         """A bound socket. Raises ConfigError, saying what to do about it."""

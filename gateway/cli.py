@@ -10,6 +10,7 @@ no command prints an error of its own. Each imports what it needs only when it r
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -136,6 +137,14 @@ def mock(host: str, port: int, model: str, ttft: str, itl: str, tokens: int, see
     return run_mock(settings)
 
 
+def _forget_output() -> None:
+    """The interpreter would stumble once more, and exit with 120, over output that cannot be written."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        return
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one command line. Returns the exit status; never raises, but for what ends a process on purpose."""
     try:
@@ -151,9 +160,9 @@ def run(arguments: Sequence[str]) -> int:
     except GatewayError as error:
         _say(str(error))
     except BrokenPipeError:
-        # Whoever read our output has left. The interpreter would stumble over it once more when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()  # whoever read it has left
     except OSError as error:
+        _forget_output()
         _say(": ".join(str(part) for part in (error.filename, error.strerror) if part) or str(error))
     except (click.Abort, KeyboardInterrupt):
         _say("interrupted")

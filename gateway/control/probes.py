@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from gateway.core.backend import Backend, HealthSettings
+from gateway.core.backend import Backend, Health, HealthSettings
 from gateway.net.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,8 @@ class Probes:
                 began = time.monotonic()
                 well = await self._is_well(session, target)
                 if target.backend.probed(well, settings.thresholds):
-                    log.warning("the backend %s is %s", target.backend.name, target.backend.health.value)
+                    level = logging.INFO if target.backend.health is Health.UP else logging.WARNING
+                    log.log(level, "the backend %s is %s", target.backend.name, target.backend.health.value)
                     self._changed()
                 if well and began >= next_models:
                     next_models = began + settings.models_interval

@@ -15,6 +15,7 @@ Writing needs no coroutine: the relay writes to `transport`, and is held back by
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -31,6 +32,8 @@ from gateway.net import sockets
 
 if TYPE_CHECKING:
     from gateway.net.call import Call
+
+log = logging.getLogger(__name__)
 
 AHEAD_MOST = 65536  # octets that a client may send ahead of their turn before it is no longer read
 BODY_BUFFER = 65536  # octets of a body that wait for their reader before the client is no longer read
@@ -252,6 +255,10 @@ class Downstream(RequestHandler):
             except asyncio.CancelledError:
                 self.force_close()
                 raise
+            except Exception:  # the handler answers for its own faults; this is one of ours in doing so
+                log.exception("a connection is given up by a fault of ours")
+                self.force_close()
+                return
             finally:
                 self._current_request = None
             del request

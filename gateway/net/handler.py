@@ -451,7 +451,10 @@ class Gateway:
             call.lease.release()
         if call.slot:
             self.admission.release()
-        self.observer.ended(exchange)
+        try:
+            self.observer.ended(exchange)
+        except Exception:
+            log.exception("the exchange %s could not be counted", exchange.request_id)
 
     def _judge(self, backend: Backend, exchange: Exchange) -> None:
         """What the whole exchange says of its backend. Attempts that failed have been judged before."""

@@ -1,15 +1,16 @@
 """TLS with a backend, as a transport over a plain TCP connection.
 
-asyncio's and uvloop's own lose the tail of a response (cases.md G026): a backend writes 2 MiB and ends TCP at once, without
-close_notify, while we have paused reading for a slow client; on resumption they decrypt what they hold, the relay pauses
-again in the midst of it, and they close with decrypted octets undelivered. Nor does asyncio tell the end that close_notify
-declares from a bare FIN, which anybody can forge (OP_IGNORE_UNEXPECTED_EOF): whether a body is complete hangs on it (G023).
+asyncio's and uvloop's own lose the tail of a response (cases.md G026): a backend writes 2 MiB and ends TCP at once,
+without close_notify, while we have paused reading for a slow client; on resumption they decrypt what they hold, the
+relay pauses again in the midst of it, and they close with decrypted octets undelivered. Nor does asyncio tell the end
+that close_notify declares from a bare FIN, which anybody can forge (OP_IGNORE_UNEXPECTED_EOF); whether a body is
+complete hangs on it (G023).
 
-Here an end is acted on once all that came before it has been delivered, however often the protocol pauses: close_notify
-is eof_received() and connection_lost(None), FIN alone is connection_lost(None), RST and broken TLS connection_lost(error).
+Here an end is acted on once all that came before it has been delivered, however often the protocol pauses. close_notify
+is eof_received() and connection_lost(None); FIN alone connection_lost(None); RST, or broken TLS, connection_lost(error).
 
-Ciphertext stays in the incoming BIO until the protocol takes its plaintext, a record at a time, and TCP is not read while
-the protocol has paused: no more is held than one read. OpenSSL is never told of TCP's end, so that its b"" means
+Ciphertext stays in the incoming BIO until the protocol takes its plaintext, a record at a time, and TCP is not read
+while the protocol has paused: no more is held than one read. OpenSSL is never told of TCP's end, so that its b"" means
 close_notify and nothing else. One object is both the protocol of the TCP transport and the transport of ours.
 """
 
@@ -24,22 +25,20 @@ from typing import Any
 
 from gateway.net import sockets
 
+Loop = asyncio.AbstractEventLoop
 RECORD = 16384  # octets of plaintext in one record at most; RFC 8446 section 5.1
 FLUSH = 65536  # octets of ciphertext after which a long write is passed on
+_CUT = "the connection ended within the TLS handshake"
 _NOBODY = asyncio.Protocol()  # the protocol of what has ended, so that it holds no other object alive
 
 
 async def open_tls(
-    loop: asyncio.AbstractEventLoop,
-    sock: socket.socket,
-    context: ssl.SSLContext,
-    server_hostname: str,
-    protocol: asyncio.Protocol,
+    loop: Loop, sock: socket.socket, context: ssl.SSLContext, server_hostname: str, protocol: asyncio.Protocol
 ) -> TlsTransport:
     """Shake hands on a connected socket. Raises OSError, of which ssl.SSLError is one; then the socket is closed."""
     transport: TlsTransport | None = None
     try:
-        # a backend cannot make us shake hands anew in the midst of a write: OpenSSL declines (TLS 1.2; 1.3 has it no more)
+        # so that no backend can make us shake hands anew in the midst of a write (TLS 1.2; 1.3 has it no more)
         context.options |= ssl.OP_NO_RENEGOTIATION
         transport = wrapped = TlsTransport(loop, context, server_hostname, protocol)
         await loop.create_connection(lambda: wrapped, sock=sock)
@@ -57,20 +56,18 @@ class Quiet(sockets.Quiet):
 
     def __init__(self, sock: socket.socket, transport: TlsTransport):
         super().__init__(sock)
-        self._transport = transport
+        self._incoming = transport.incoming
 
     def __call__(self) -> bool:
-        return not self._transport.undelivered and super().__call__()
+        return not self._incoming.pending and super().__call__()
 
 
 class TlsTransport(asyncio.Transport, asyncio.Protocol):
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, context: ssl.SSLContext, server_hostname: str, protocol: asyncio.Protocol
-    ):
+    def __init__(self, loop: Loop, context: ssl.SSLContext, server_hostname: str, protocol: asyncio.Protocol):
         super().__init__()
         self._loop, self._protocol = loop, protocol
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=server_hostname)
+        self.incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self.incoming, self._outgoing, server_hostname=server_hostname)
         self.opened: asyncio.Future[None] = loop.create_future()
         self._raw: asyncio.Transport
         self._raw_open = False  # the TCP transport is there
@@ -81,35 +78,28 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         self._closing = False  # nothing more is delivered
         self._why: Exception | None = None  # of the end
 
-    # the TCP transport's side -----------------------------------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._raw = transport  # type: ignore[assignment]
         self._raw_open = True
         self._shake_hands()
 
     def data_received(self, data: bytes) -> None:
-        if self._closing:
-            return
-        self._incoming.write(data)
-        if self._serving:
-            self._deliver()
-        else:
-            self._shake_hands()
+        if not self._closing:
+            self.incoming.write(data)
+            (self._deliver if self._serving else self._shake_hands)()
 
     def eof_received(self) -> bool:
         self._ended = True
         if self._serving:
             self._deliver()
         elif not self._closing:
-            self._refuse(ConnectionResetError(errno.ECONNRESET, "the peer ended the connection within the TLS handshake"))
+            self._refuse(ConnectionResetError(errno.ECONNRESET, _CUT))
         return True  # it is closed here, once all has been delivered
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._raw_open = False
         if not self.opened.done():
-            lost = ConnectionResetError(errno.ECONNRESET, "the connection was lost within the TLS handshake")
-            self.opened.set_exception(self._why or exc or lost)
+            self.opened.set_exception(self._why or exc or ConnectionResetError(errno.ECONNRESET, _CUT))
             self.opened.exception()  # there may be nobody left to be told
         elif self._closing:
             self._lose(self._why or exc)
@@ -165,7 +155,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
                     self._protocol.eof_received()
                     self._finish(None)
             except Exception as error:
-                self._fail(error)
+                self.abort(error)
                 raise
 
     def _all_delivered(self) -> None:
@@ -192,21 +182,11 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         if self._raw_open:
             self._raw.close()
 
-    def _fail(self, error: Exception | None) -> None:
-        self._closing = True
-        self._why = self._why or error
-        if self._raw_open:
-            self._raw.abort()  # connection_lost follows
-        else:
-            self._loop.call_soon(self._lose, self._why)
-
     def _lose(self, exc: Exception | None) -> None:
         if self._serving:
             self._serving = False
             protocol, self._protocol = self._protocol, _NOBODY
             protocol.connection_lost(exc)
-
-    # the protocol's side ----------------------------------------------------------------------------------------------
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._closing or not self._raw_open:
@@ -218,7 +198,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
                 if self._outgoing.pending >= FLUSH:
                     self._flush()
         except OSError as error:
-            self._fail(error)
+            self.abort(error)
         else:
             self._flush()
 
@@ -229,8 +209,13 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             if not self._raw_open:
                 self._loop.call_soon(self._lose, None)
 
-    def abort(self) -> None:
-        self._fail(None)
+    def abort(self, error: Exception | None = None) -> None:
+        self._closing = True
+        self._why = self._why or error
+        if self._raw_open:
+            self._raw.abort()  # connection_lost follows
+        else:
+            self._loop.call_soon(self._lose, self._why)
 
     def is_closing(self) -> bool:
         return self._closing
@@ -245,11 +230,6 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         if self._paused:
             self._paused = False
             self._loop.call_soon(self._deliver)  # never out of the protocol's own call
-
-    @property
-    def undelivered(self) -> bool:
-        """Something has been read that the protocol has not been given."""
-        return self._incoming.pending > 0
 
     def get_protocol(self) -> asyncio.BaseProtocol:
         return self._protocol

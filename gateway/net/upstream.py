@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 HEAD_MOST = 65536  # octets of a response head; interface.md section 4
 PENDING_MOST = 65536  # octets of the body that are taken in before somebody relays them
 # What one read of a flood can bring at most, and the kernel hide at most; Linux doubles it for its own book-keeping
-RECEIVE_BUFFER = 65536
+RECEIVE_BUFFER = 32768
 RESOLVED_FOR = 10.0  # seconds that an address found by name is used; cases.md G127
 
 
@@ -328,6 +328,6 @@ class ConnectionPool:
             transport = await tls.open_tls(self._loop, sock, origin.tls, origin.host, connection)
             connection._quiet = tls.Quiet(sock, transport)
         if connection.lost:  # at once: nobody would tell whoever sends on it
-            raise ConnectionResetError(errno.ECONNRESET, "the backend closed the connection as soon as it was open")
+            raise ConnectionResetError(errno.ECONNRESET, "the connection ended as soon as it was open")
         self._open.add(connection)
         return connection
