@@ -239,7 +239,7 @@ class RequestReader:
     caller stops reading from the client while `ahead` is more than it is willing to hold.
     """
 
-    __slots__ = ("_body", "_buffer", "_left", "_place", "_scanned", "busy", "limit")
+    __slots__ = ("_body", "_buffer", "_last", "_left", "_place", "_scanned", "busy", "limit")
 
     def __init__(self, limit: int):
         self.limit = limit  # octets of a whole head
@@ -251,6 +251,7 @@ class RequestReader:
         self._scanned = 0  # where the search for a head's end goes on
         self._body: ChunkedReader | None = None
         self._left = 0  # octets of a body of known length
+        self._last: tuple[bytes, RequestHead | None] = (b"", None)  # the head before this one, as octets and as read
 
     @property
     def in_body(self) -> bool:
@@ -306,7 +307,11 @@ class RequestReader:
             self._unfinished(buffer[begin:])
             return None
         self._place = end + 4
-        head = parse_request(buffer[begin : end + 4])
+        octets = buffer[begin : end + 4]
+        last, head = self._last
+        if head is None or octets != last:  # a client that polls, or sends one length again and again, repeats its head
+            head = parse_request(octets)
+            self._last = octets, head
         self.busy = True
         if head.framing is Framing.LENGTH:
             self._left = head.length

@@ -297,7 +297,9 @@ class Meter:
     def _look(self, payload: bytes, now: float) -> None:
         """Any octets of a stream: several events, a part of one, or one that does not fit."""
         lone = payload.startswith(b"data: ") and payload.find(b"\n") == len(payload) - 2 and payload.endswith(b"\n")
-        if lone and self._scanner.easy and _CR not in payload:  # one whole event of one line: nothing to be scanned
+        if (
+            lone and (self._scanner.easy or self._scanner.begin_with(payload)) and _CR not in payload
+        ):  # one whole event of one line: nothing to be scanned
             raw = payload[:-2]
             self._event(Event(raw[6:], b"", raw), now)
             self._now, self.shape = now, self._learnt

@@ -107,6 +107,13 @@ class Scanner:
             self._dispatch(events, late)
         return events
 
+    def begin_with(self, data: bytes) -> bool:
+        """Whether nothing has come yet, and `data`, which is a whole event, begins without a byte order mark."""
+        if self._head != b"":
+            return False
+        self._head, self.easy = None, True
+        return True
+
     def _begin(self, data: bytes) -> bytes:
         """Take the byte order mark off. Nothing passes until it is known whether it is one."""
         data = (self._head or b"") + data

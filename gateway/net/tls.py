@@ -2,12 +2,11 @@
 
 asyncio's and uvloop's own lose the tail of a response (cases.md G026): a backend writes 2 MiB and ends TCP at once,
 without close_notify, while we have paused reading for a slow client; on resumption they decrypt what they hold, the
-relay pauses again in the midst of it, and they close with decrypted octets undelivered. Nor does asyncio tell the end
-that close_notify declares from a bare FIN, which anybody can forge (OP_IGNORE_UNEXPECTED_EOF); whether a body is
-complete hangs on it (G023).
+relay pauses again in the midst of it, and they close with decrypted octets undelivered. Nor does asyncio tell
+close_notify from a bare FIN, which anybody can forge; whether a body is complete hangs on it (G023).
 
 Here an end is acted on once all that came before it has been delivered, however often the protocol pauses. close_notify
-is eof_received() and connection_lost(None); FIN alone connection_lost(None); RST, or broken TLS, connection_lost(error).
+is eof_received() and connection_lost(None); FIN alone connection_lost(None); RST or broken TLS connection_lost(error).
 
 Ciphertext stays in the incoming BIO until the protocol takes its plaintext, a record at a time, and TCP is not read
 while the protocol has paused: no more is held than one read. OpenSSL is never told of TCP's end, so that its b"" means

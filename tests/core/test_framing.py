@@ -142,6 +142,16 @@ def test_plain_frames_pass_as_the_very_object(payloads: list[bytes], cuts: list[
     assert read([read(splits(body, cuts)).out]).payload == b"".join(payloads)
 
 
+def test_a_size_line_cut_within_its_end_is_waited_for() -> None:
+    """A read that ends in the CR of a size line met before, behind a frame of any length, takes up nothing twice."""
+    for first, second in itertools.product(range(1, 20), repeat=2):
+        body = frame(b"a" * first) + frame(b"b" * second) + LAST_CHUNK
+        assert read([body]).done  # both sizes are known from now on
+        for cut in range(1, len(body)):
+            got = read([body[:cut], body[cut:]])
+            assert (got.payload, got.done, got.extra) == (b"a" * first + b"b" * second, True, b""), (first, second, cut)
+
+
 @settings(max_examples=150)
 @given(chunked(), CUTS, st.binary(min_size=1, max_size=30))
 def test_what_lies_behind_is_kept_and_never_passed(message: tuple[bytes, bytes], cuts: list[int], tail: bytes) -> None:
@@ -334,7 +344,7 @@ def feed(reader: RequestReader, served: Served, piece: bytes) -> None:
             piece = b""
             if found is None:
                 return
-            served.heads.append(found[0])
+            served.heads.append(found)
             served.bodies.append(b"")
         if reader.in_body:
             pieces, complete = reader.body(piece)
@@ -348,6 +358,24 @@ def feed(reader: RequestReader, served: Served, piece: bytes) -> None:
         reader.next_request()
         if not reader.held:
             return
+
+
+@pytest.mark.parametrize("behind", [b"", b"GET /b HTTP/1.1\r\nHo"])
+def test_a_body_that_came_along_is_had_whole(behind: bytes) -> None:
+    """`whole_body` gives it where all of it is here, and `body` reads it where it is not."""
+    head = b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\n"
+    reader = RequestReader(LIMIT)
+    assert reader.head(head + b"hello" + behind) is not None
+    assert reader.whole_body() == b"hello"
+    assert (reader.in_body, reader.held, reader.whole_body()) == (False, behind, None)
+    reader = RequestReader(LIMIT)
+    assert reader.head(head + b"hell") is not None
+    assert reader.whole_body() is None and reader.in_body
+    assert reader.body(b"o" + behind) == ([b"hello"], True) and reader.held == behind
+    for other in (b"", b"Transfer-Encoding: chunked\r\n"):
+        reader = RequestReader(LIMIT)
+        assert reader.head(b"POST /v1/x HTTP/1.1\r\nHost: a\r\n" + other + b"\r\n" + LAST_CHUNK) is not None
+        assert reader.whole_body() is None and reader.held == LAST_CHUNK
 
 
 BODY = st.binary(max_size=30)
@@ -389,7 +417,7 @@ def test_octets_ahead_wait_for_their_turn() -> None:
     reader.next_request()
     assert (reader.busy, reader.ahead, reader.begun) == (False, 0, True)
     found = reader.head(b"st: h\r\n\r\n")
-    assert found is not None and found[0].target == b"/b"
+    assert found is not None and found.target == b"/b"
 
 
 @pytest.mark.parametrize("empty", [b"\r\n", b"\r\n\r\n", b"\r\n\r\n\r\n"])

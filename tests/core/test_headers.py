@@ -19,7 +19,8 @@ def up(
 ) -> list[bytes]:
     """The lines of the head that the backend gets."""
     head = parse_request(b"\r\n".join([b"POST " + target + b" HTTP/1.1", b"Host: " + host, *lines, b"", b""]))
-    given_: dict[str, object] = {"host": b"b:1", "request_id": b"rid", "peer": peer, "length": 0, **options}
+    who = None if peer is None else headers.forwarding(peer, head.named[b"host"])
+    given_: dict[str, object] = {"host": b"b:1", "request_id": b"rid", "forwarding": who, "length": 0, **options}
     octets = upstream_head(head, target, **given_)  # type: ignore[arg-type]
     assert octets.endswith(b"\r\n\r\n")
     return octets[:-4].split(b"\r\n")
@@ -216,7 +217,7 @@ def test_forwarded_writes_addresses_as_rfc_7239_has_them() -> None:
 def test_a_sane_request_id_is_the_clients_own(lines: list[bytes], expected: bytes | None) -> None:
     """Anything else could not stand in a log line, a URL and a field alike."""
     head = parse_request(b"\r\n".join([b"GET / HTTP/1.1", b"Host: gw", *lines, b"", b""]))
-    assert headers.request_id(head.fields) == expected
+    assert headers.request_id(head) == expected
     assert [x for x in up(*lines) if x.lower().startswith(b"x-request-id")] == [b"X-Request-Id: rid"]
 
 
@@ -241,7 +242,7 @@ def test_whether_a_connection_may_be_used_again(version: bytes, lines: list[byte
         == kept
     )
     answer = parse_response(b"\r\n".join([b"HTTP/1." + version + b" 200 OK", *lines, b"", b""]), b"GET")
-    assert headers.backend_keeps_alive(answer) == kept
+    assert headers.keeps_alive(answer) == kept
 
 
 @pytest.mark.parametrize(

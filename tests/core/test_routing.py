@@ -8,18 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.core.routing import MANAGEMENT, Paths, authority, check_path, split_target
+from gateway.core.routing import MANAGEMENT, Paths, authority, split_target
 from gateway.errors import Refusal
+
+
+PATHS = Paths()
 
 
 def served(target: bytes, paths: Paths | None = None) -> bool:
     """Whether a request for `target` gets to a backend."""
     try:
-        _, path = split_target(target)
-        check_path(path)
-    except Refusal:
+        route = (paths or PATHS).route(target)
+    except Refusal as refusal:
+        assert refusal.code in ("bad_request", "unknown_path")
         return False
-    return (paths or Paths()).served(path)
+    assert route.path == split_target(target)[1] and route.text.encode("latin-1") == route.path
+    return True
 
 
 SERVED = [
@@ -148,7 +152,8 @@ NOT_SERVED = [
 def test_inference_paths_are_served(target: bytes) -> None:
     """They reach a backend, and the query is nobody's business."""
     assert served(target)
-    assert split_target(target)[0] == target
+    assert split_target(target)[0] == target == PATHS.route(target).target
+    assert PATHS.route(target).authority is None and not PATHS.route(target).loopback
 
 
 @pytest.mark.parametrize("target", NOT_SERVED)
@@ -204,6 +209,8 @@ def test_an_absolute_form_is_served_by_its_path(target: bytes, origin: bytes, ho
     assert split_target(target) == (origin, origin.partition(b"?")[0])
     assert authority(target) == host
     assert authority(origin) is None
+    route = PATHS.route(target)
+    assert (route.target, route.path, route.authority) == (origin, origin.partition(b"?")[0], host)
 
 
 @pytest.mark.parametrize(
