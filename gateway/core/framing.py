@@ -93,11 +93,11 @@ class ChunkedReader:
         at, total, known = 0, len(data), SIZES
         while at < total:
             line_end = data.find(b"\r\n", at, at + 10)
-            size = known.get(data[at:line_end])
-            if size is None:
-                size = _new_size(data[at:line_end])
-                if line_end < 0 or not size:
-                    break
+            if line_end < 0:
+                break
+            size = known.get(data[at:line_end]) or _new_size(data[at:line_end])
+            if not size:
+                break
             end = line_end + 4 + size
             if end > total or not data.startswith(b"\r\n", end - 2):
                 break

@@ -239,7 +239,7 @@ def parse_response(head: bytes, method: bytes) -> ResponseHead:
         raise Malformed("its status line holds a control octet")
     fields, named = _read_fields(lines)
     code = int(status)
-    framing, length = response_framing(named, minor, code, method)
+    framing, length = response_framing(fields, named, minor, code, method)
     parsed = ResponseHead(code, reason, minor, fields, named, framing, length)
     if method != b"HEAD" and len(head) <= _REMEMBERED_HEAD and b"set-cookie" not in {field[0] for field in fields}:
         if len(_responses) >= _REMEMBERED_HEADS:
@@ -248,14 +248,17 @@ def parse_response(head: bytes, method: bytes) -> ResponseHead:
     return parsed
 
 
-def response_framing(named: dict[bytes, bytes], minor: int, status: int, method: bytes) -> tuple[Framing, int]:
+def response_framing(
+    fields: list[Field], named: dict[bytes, bytes], minor: int, status: int, method: bytes
+) -> tuple[Framing, int]:
     """How the body's end is known, by RFC 9112 section 6.3. Raises Malformed where two recipients could differ."""
     given, coding = named.get(b"content-length"), named.get(b"transfer-encoding")
     if coding is not None and given is not None:
         raise Malformed("it has both Content-Length and Transfer-Encoding")
     length = 0
     if given is not None:
-        lengths = set(given.split(b", "))  # the same number several times is one number
+        # of several lines the same number is one number; within one line a list is none
+        lengths = {value for key, _, value, _ in fields if key == b"content-length"} if b"," in given else {given}
         if len(lengths) != 1 or not _DIGITS.fullmatch(first := lengths.pop()):
             raise Malformed("its Content-Length is no decimal number, or there are several")
         length = int(first)

@@ -66,9 +66,11 @@ class Inspector:
         watched: list[Any] = [
             (f"watched_{i}", msgspec.Raw, msgspec.field(default=msgspec.Raw(b""), name=name))
             for i, name in enumerate(self.fields)
+            if name not in ("model", "stream")
         ]
         self._decoder = msgspec.json.Decoder(msgspec.defstruct("Watched", watched, bases=(_Seen,), frozen=True))
-        self._watched = [f"watched_{i}" for i in range(len(self.fields))]
+        self._watched = [name for name, _, _ in watched]
+        self._decoded = {"model", "stream"}.isdisjoint(self.fields)  # else the members are always looked for one by one
 
     def edits(self, path: bytes) -> bool:
         """Whether a body for `path` may have to be changed, and so must be held whole."""
@@ -78,6 +80,8 @@ class Inspector:
 
     def read(self, body: bytes) -> Facts:
         """A whole body that needs no change. Raises Refusal where it is no JSON object, or holds a refused member."""
+        if not self._decoded:
+            return self.facts(members(body))
         try:
             seen: Any = self._decoder.decode(body)
         except (msgspec.MsgspecError, RecursionError):
@@ -147,7 +151,7 @@ class Inspector:
                 nulls.append(member)
                 continue
             given = True
-            if cap is not None and asked > cap:
+            if cap is not None and not asked <= cap:  # nan too
                 if self.tokens.reject:
                     raise Refusal(
                         "bad_request",
@@ -228,8 +232,10 @@ def _decoded(value: bytes | None) -> object:
 def _number(member: Member) -> float | None:
     """A number, also one in a string: engines (pydantic) take both. None for null; Refusal for anything else."""
     found = _decoded(member.value)
-    if found is None and member.value == b"null":
-        return None
+    if found is None and member.value is not None:
+        if member.value == b"null":
+            return None
+        found = member.value.decode("latin-1")  # perhaps 1e400, which is too large for the decoder
     if isinstance(found, (int, float, str)) and not isinstance(found, bool):
         try:
             return float(found)

@@ -296,7 +296,8 @@ class Meter:
 
     def _look(self, payload: bytes, now: float) -> None:
         """Any octets of a stream: several events, a part of one, or one that does not fit."""
-        lone = payload.startswith(b"data: ") and payload.find(b"\n") == len(payload) - 2 and payload.endswith(b"\n")
+        size = len(payload)
+        lone = size <= LIMIT and payload.startswith(b"data: ") and payload.find(b"\n") == size - 2 and payload.endswith(b"\n")
         if (
             lone and (self._scanner.easy or self._scanner.begin_with(payload)) and _CR not in payload
         ):  # one whole event of one line: nothing to be scanned

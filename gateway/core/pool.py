@@ -40,7 +40,7 @@ class Pool:
         routable = [b for b in self.backends if b.routable and b not in tried]
         allowed = [b for b in routable if b.breaker.allows(now)]
         # where breakers leave nobody, they are not obeyed: a doubtful backend is better than none
-        candidates = [b for b in allowed or (() if tried else routable) if not b.full]
+        candidates = [b for b in allowed if not b.full] or [b for b in (() if tried else routable) if not b.full]
         if not candidates:
             return None
         self._turn += 1

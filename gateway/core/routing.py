@@ -80,7 +80,7 @@ def check_path(path: bytes) -> None:
     """Raises Refusal for a path that a backend might read as another one."""
     if b"//" in path or b"\\" in path:
         raise Refusal("bad_request", "the path has an empty segment or a backslash")
-    if b"%" not in path and b"/." not in path:
+    if b"%" not in path and b"/." not in path and b";" not in path:
         return
     for match in _CODED.finditer(path):
         digits = match[1]
@@ -93,7 +93,10 @@ def check_path(path: bytes) -> None:
             raise Refusal("bad_request", "the path codes a character that needs no coding (RFC 3986 section 2.3)")
     for segment in path.split(b"/"):
         plain = _CODED.sub(lambda m: bytes([int(m[1], 16)]), segment.partition(b";")[0])
-        if plain.partition(b";")[0] in (b".", b".."):
+        name = plain.partition(b";")[0]
+        if segment and not name:
+            raise Refusal("bad_request", "the path has a segment of nothing but parameters")
+        if name in (b".", b".."):
             raise Refusal("bad_request", "the path has a dot segment")
 
 

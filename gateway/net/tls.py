@@ -37,10 +37,11 @@ async def open_tls(
     """Shake hands on a connected socket. Raises OSError, of which ssl.SSLError is one; then the socket is closed."""
     transport: TlsTransport | None = None
     try:
-        # so that no backend can make us shake hands anew in the midst of a write (TLS 1.2; 1.3 has it no more)
-        context.options |= ssl.OP_NO_RENEGOTIATION
+        context.options |= ssl.OP_NO_RENEGOTIATION  # in TLS 1.2 it could fall in the midst of a write
         transport = wrapped = TlsTransport(loop, context, server_hostname, protocol)
         await loop.create_connection(lambda: wrapped, sock=sock)
+        if not transport._raw_open:  # closed already; uvloop leaves the descriptor with `sock`, to be closed once more
+            sock.detach()
         await transport.opened
     except BaseException:
         if transport is not None:
@@ -69,8 +70,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         self._tls = context.wrap_bio(self.incoming, self._outgoing, server_hostname=server_hostname)
         self.opened: asyncio.Future[None] = loop.create_future()
         self._raw: asyncio.Transport
-        self._raw_open = False  # the TCP transport is there
-        self._raw_paused = False
+        self._raw_open, self._raw_paused = False, False  # whether the TCP transport is there, and not reading
         self._serving = False  # the protocol knows of the connection, and not yet of its end
         self._paused = False  # by the protocol
         self._ended = False  # nothing more comes from TCP

@@ -321,13 +321,18 @@ class ConnectionPool:
     async def _wrap(self, sock: socket.socket) -> Connection:
         origin = self.origin
         connection = Connection(self, self._loop)
+        transport: tls.TlsTransport | None = None
         if origin.tls is None:
             await self._loop.create_connection(lambda: connection, sock=sock)
-            connection.opened_on(sock)
         else:
             transport = await tls.open_tls(self._loop, sock, origin.tls, origin.host, connection)
-            connection._quiet = tls.Quiet(sock, transport)
         if connection.lost:  # at once: nobody would tell whoever sends on it
+            connection.drop()
+            await asyncio.sleep(0)  # now it is closed, on both event loops
+            sock.detach()  # else uvloop may leave the descriptor with it, to be closed once more when it is another's
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended as soon as it was open")
+        connection.opened_on(sock)
+        if transport is not None:
+            connection._quiet = tls.Quiet(sock, transport)
         self._open.add(connection)
         return connection

@@ -25,9 +25,7 @@ def delta(finish: str | None = None, **delta: Any) -> dict[str, Any]:
 
 
 def test_paths() -> None:
-    assert [
-        dialects.for_path(f"/v1/{name}") for name in ("chat/completions", "completions", "responses", "messages")
-    ] == ALL
+    assert [dialects.for_path(f"/v1/{name}") for name in ("chat/completions", "completions", "responses", "messages")] == ALL
     for path in ("/v1/embeddings", "/v1/messages/count_tokens", "/v1/chat/completions/", "", "/v1/models"):
         assert dialects.for_path(path) is None
     assert dialects.DEFAULT is chat
@@ -203,15 +201,11 @@ def test_whole_answers() -> None:
     usage = {"prompt_tokens": 7, "completion_tokens": 5, "prompt_tokens_details": None}
     whole = chat.read_whole(json.dumps({"choices": [{"index": 0, "finish_reason": "stop"}], "usage": usage}).encode())
     assert (whole.finish_reason, whole.prompt_tokens, whole.output_tokens, whole.error) == ("stop", 7, 5, None)
-    whole = completions.read_whole(
-        b'{"choices":[{"index":0,"finish_reason":"stop"},{"index":1,"finish_reason":"abort"}]}'
-    )
+    whole = completions.read_whole(b'{"choices":[{"index":0,"finish_reason":"stop"},{"index":1,"finish_reason":"abort"}]}')
     assert (whole.finish_reason, whole.choices) == ("abort", (0, 1))
     whole = responses.read_whole(b'{"status":"completed","error":null,"usage":{"input_tokens":1,"output_tokens":2}}')
     assert (whole.finish_reason, whole.prompt_tokens, whole.output_tokens, whole.error) == ("completed", 1, 2, None)
-    whole = messages.read_whole(
-        b'{"type":"message","stop_reason":"end_turn","usage":{"input_tokens":1,"output_tokens":2}}'
-    )
+    whole = messages.read_whole(b'{"type":"message","stop_reason":"end_turn","usage":{"input_tokens":1,"output_tokens":2}}')
     assert (whole.finish_reason, whole.prompt_tokens, whole.output_tokens, whole.error) == ("end_turn", 1, 2, None)
     assert messages.read_whole(b'{"type":"message","stop_reason":null}').finish_reason == "abort"
     for dialect in ALL:

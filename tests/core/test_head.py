@@ -330,6 +330,8 @@ def test_responses_that_are_read(head: bytes, method: bytes, framing: Framing, l
     """By RFC 9112 section 6.3: the method and the status say whether there is a body at all."""
     parsed = parse_response(head, method)
     assert (parsed.framing, parsed.length) == (framing, length)
+    assert parse_response(head, b"HEAD").framing is Framing.NONE  # whatever is remembered of these octets
+    assert parse_response(head, method) == parsed
 
 
 BAD_RESPONSES = [

@@ -26,9 +26,7 @@ def up(
     return octets[:-4].split(b"\r\n")
 
 
-def down(
-    *lines: bytes, status: bytes = b"200 OK", method: bytes = b"POST", framing: Framing | None = None
-) -> list[bytes]:
+def down(*lines: bytes, status: bytes = b"200 OK", method: bytes = b"POST", framing: Framing | None = None) -> list[bytes]:
     """The lines of the head that the client gets."""
     head = parse_response(b"\r\n".join([b"HTTP/1.1 " + status, *lines, b"", b""]), method)
     octets = client_head(head, request_id=b"rid", date=DATE, framing=framing or head.framing, connection=None)
@@ -129,12 +127,8 @@ def test_connection_strips_nothing_that_is_for_all(line: bytes) -> None:
     """Naming Authorization in Connection must not take it from the request, nor Set-Cookie from an answer."""
     name = line.partition(b":")[0]
     assert line in up(b"Connection: close, " + name, line)
-    assert b"Host: b:1" in up(
-        b"Connection: host, content-length, transfer-encoding, via, x-request-id, x-forwarded-for"
-    )
-    assert b"Set-Cookie: a=b" in down(
-        b"Connection: set-cookie, content-length, date", b"Set-Cookie: a=b", b"Content-Length: 2"
-    )
+    assert b"Host: b:1" in up(b"Connection: host, content-length, transfer-encoding, via, x-request-id, x-forwarded-for")
+    assert b"Set-Cookie: a=b" in down(b"Connection: set-cookie, content-length, date", b"Set-Cookie: a=b", b"Content-Length: 2")
     assert b"Content-Length: 2" in down(b"Connection: content-length", b"Content-Length: 2")
 
 
@@ -237,10 +231,7 @@ def test_a_sane_request_id_is_the_clients_own(lines: list[bytes], expected: byte
 )
 def test_whether_a_connection_may_be_used_again(version: bytes, lines: list[bytes], kept: bool) -> None:
     """RFC 9112 section 9.3, on both sides."""
-    assert (
-        headers.keeps_alive(parse_request(b"\r\n".join([b"GET / HTTP/1." + version, b"Host: gw", *lines, b"", b""])))
-        == kept
-    )
+    assert headers.keeps_alive(parse_request(b"\r\n".join([b"GET / HTTP/1." + version, b"Host: gw", *lines, b"", b""]))) == kept
     answer = parse_response(b"\r\n".join([b"HTTP/1." + version + b" 200 OK", *lines, b"", b""]), b"GET")
     assert headers.keeps_alive(answer) == kept
 

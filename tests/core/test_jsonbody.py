@@ -37,16 +37,9 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=8) | st.sampled_from(
     ['"', "\\", '\\"', "\\\\", "\u2028", "é", "🙂", "{", "}", ",", "\x00", ""]
 )
 SCALAR = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | TEXT
-    | st.sampled_from([1e400, -0.0, 165598928036513123123, 1.0])
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT | st.sampled_from([1e400, -0.0, 165598928036513123123, 1.0])
 )
-JSON = st.recursive(
-    SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=8
-)
+JSON = st.recursive(SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=8)
 BLANK = st.sampled_from(["", " ", "\n", "\t \r\n"])
 ENCODERS = [
     lambda v: json.dumps(v),
@@ -264,9 +257,7 @@ def test_what_is_no_object_is_refused(body: bytes) -> None:
 
 def test_nesting_and_length_need_no_memory() -> None:
     """A value of any depth and length is passed over; keys and their number are bounded."""
-    deep = (
-        b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b', "kv_transfer_params": {}, "b": "' + b"\\\\" * 200_000 + b'"}'
-    )
+    deep = b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b', "kv_transfer_params": {}, "b": "' + b"\\\\" * 200_000 + b'"}'
     members = find([deep[i : i + 4096] for i in range(0, len(deep), 4096)])
     assert members.complete and [m.key for m in members.found] == ["a", REFUSED, "b"]
     assert members.found[0].value is None

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from gateway.core.routing import MANAGEMENT, Paths, authority, split_target
 from gateway.errors import Refusal
 
-
 PATHS = Paths()
 
 
@@ -188,9 +187,7 @@ def test_allow_adds_and_deny_wins() -> None:
     """An entry with a slash at its end stands for all below it, another one for itself alone."""
     paths = Paths(allow=["/metrics", "/custom/", "/v1/load_lora_adapter"], deny=["/custom/secret", "/v1/embeddings"])
     assert all(served(t, paths) for t in (b"/metrics", b"/custom/x", b"/custom/x/y", b"/v1/load_lora_adapter"))
-    assert not any(
-        served(t, paths) for t in (b"/metrics/", b"/custom", b"/custom/secret", b"/v1/embeddings", b"/customx")
-    )
+    assert not any(served(t, paths) for t in (b"/metrics/", b"/custom", b"/custom/secret", b"/v1/embeddings", b"/customx"))
     assert not served(b"/v1/unload_lora_adapter", paths)
     assert not served(b"/x", Paths(allow=["/x"], deny=["/x"]))
 
@@ -211,6 +208,18 @@ def test_an_absolute_form_is_served_by_its_path(target: bytes, origin: bytes, ho
     assert authority(origin) is None
     route = PATHS.route(target)
     assert (route.target, route.path, route.authority) == (origin, origin.partition(b"?")[0], host)
+
+
+def test_the_synthetic_upstream_is_reached_below_loadtest_where_that_is_served() -> None:
+    """The prefix goes, and what is behind it is held to the same table."""
+    paths = Paths(loadtest=True)
+    route = paths.route(b"/loadtest/v1/models?x=/loadtest/")
+    assert (route.target, route.path, route.loopback) == (b"/v1/models?x=/loadtest/", b"/v1/models", True)
+    assert not paths.route(b"/v1/models").loopback
+    assert not served(b"/loadtest/v1/models")
+    for target in (b"/loadtest/metrics", b"/loadtest/v1/../metrics", b"/loadtest//v1/models", b"/loadtest/", b"/loadtest"):
+        with pytest.raises(Refusal):
+            paths.route(target)
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,7 @@ def test_a_refusal() -> None:
 
 
 def test_no_query_no_tpot_of_what_broke_off() -> None:
-    exchange = ended(
-        stream(FakeMeter(tpot=0.1), path="/v1/models?api_key=secret", phase=Phase.STREAM), Outcome.CLIENT_GONE
-    )
+    exchange = ended(stream(FakeMeter(tpot=0.1), path="/v1/models?api_key=secret", phase=Phase.STREAM), Outcome.CLIENT_GONE)
     record = fields(exchange, NOW)
     assert record["path"] == "/v1/models"
     assert record["tpot_s"] is None

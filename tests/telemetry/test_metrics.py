@@ -328,9 +328,7 @@ def test_labels_can_be_left_out(labels: list[str]) -> None:
     samples = scrape(metrics)
     assert total(samples, "requests_total") == 6
     assert total(samples, "time_to_first_token_seconds_count") == 7
-    assert {key for name, pairs in samples for key, _ in pairs if name == "time_to_first_token_seconds_sum"} == {
-        *labels
-    }
+    assert {key for name, pairs in samples for key, _ in pairs if name == "time_to_first_token_seconds_sum"} == {*labels}
     assert {key for name, pairs in samples for key, _ in pairs if name == "requests_in_flight"} == {*labels, "phase"}
     assert value(samples, "backend_up", backend="b1") == 1  # what is of a backend by nature keeps its name
 
