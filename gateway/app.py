@@ -31,7 +31,7 @@ from gateway.control.admin import admin_app
 from gateway.control.probes import Probes, ProbeSettings, Target
 from gateway.core.admission import Admission
 from gateway.core.backend import Backend, HealthSettings
-from gateway.core.breaker import Breaker, BreakerSettings
+from gateway.core.breaker import BreakerSettings
 from gateway.core.exchange import Observer
 from gateway.core.inspection import Inspector, TokenRules
 from gateway.core.outcome import Outcome
@@ -40,7 +40,7 @@ from gateway.core.retry import Retries, RetrySettings
 from gateway.core.routing import Paths
 from gateway.errors import ConfigError, Ended, GatewayError
 from gateway.net.call import Local, Policy
-from gateway.net.downstream import ClientSettings, Server
+from gateway.net.downstream import ClientSettings, Downstream, Server
 from gateway.net.handler import Gateway
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import ConnectionPool, Origin, PoolSettings
@@ -57,6 +57,7 @@ log = logging.getLogger("gateway")
 
 BACKLOG = 4096  # connections that the kernel accepts on our behalf while we are busy
 LAG_INTERVAL = 0.25  # seconds between looks at how late the event loop is
+YOUNG = 0.25  # seconds in which the first request of a new connection is still expected when the process stops
 LAST_WORDS = 1.0  # seconds that cut exchanges have to unwind before the process ends
 
 
@@ -103,8 +104,6 @@ class App:
             return 1
         gc.collect()
         gc.freeze()
-        with contextlib.suppress(NotImplementedError):
-            self._signals()
         await self._stopping.wait()
         await self._drain()
         await self._end()
@@ -151,6 +150,7 @@ class App:
             self._model_list,
         )
         self.probes = Probes(self.gateway.admission.wake)
+        self._signals()
         await self._listen(sockets, admin_socket)
         await self.probes.watch(targets, _probing(config))
         self._tasks.start(self._measure_lag(), "event loop lag")
@@ -181,12 +181,10 @@ class App:
         backends, connections, targets = [], {}, []
         for one in configs:
             origin = _origin(one)
-            breaker = BreakerSettings(config.breaker.failures, config.breaker.window, config.breaker.open)
+            breaker = _breaker(config)
             backend, pool = old_backends.get(one.name), old_connections.get(one.name)
             if backend is None or backend.url != one.url:
-                backend = Backend(one.name, one.url)
-                backend.breaker = Breaker(breaker)
-            backend.weight, backend.max_in_flight, backend.breaker.settings = one.weight, one.max_in_flight, breaker
+                backend = Backend(one.name, one.url, weight=one.weight, max_in_flight=one.max_in_flight, breaker=breaker)
             if pool is None or pool.settings != settings or not _same_origin(pool.origin, origin):
                 pool = ConnectionPool(origin, settings, asyncio.get_running_loop())
             backends.append(backend)
@@ -295,10 +293,8 @@ class App:
             server.close()
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._at_once.is_set():
-            for client in self._clients():
-                if client.idle and client.transport is not None:
-                    client.transport.close()
-            if not gateway.live:
+            waiting = self._close_idle()
+            if not gateway.live and not waiting:
                 break
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.02):
@@ -310,7 +306,20 @@ class App:
             while gateway.live and time.monotonic() < deadline:  # noqa: ASYNC110  # the last steps of a process
                 await asyncio.sleep(0.01)
 
-    def _clients(self) -> Iterable[Any]:
+    def _close_idle(self) -> bool:
+        """Close connections without a request. Returns whether there are some so new that theirs may be under way."""
+        young = False
+        now = time.monotonic()
+        for client in self._clients():
+            if not client.idle or client.transport is None:
+                continue
+            if not client.served and now - client.opened < YOUNG:
+                young = True
+            else:
+                client.transport.close()
+        return young
+
+    def _clients(self) -> list[Downstream]:
         return [client for front in self._fronts for client in front.clients]
 
     async def _end(self) -> None:
@@ -322,9 +331,7 @@ class App:
             await self.gateway.stop()
             for pool in self.gateway.connections.values():
                 pool.close()
-        for client in list(self._clients()):
-            if client.transport is not None:
-                client.transport.close()
+        await self._part_from_clients()
         if self._admin is not None:
             await self._admin.cleanup()
         if self._synthetic is not None:
@@ -334,6 +341,18 @@ class App:
             path.unlink(missing_ok=True)
         if hasattr(self, "_lines"):
             self._lines.flush()
+
+    async def _part_from_clients(self) -> None:
+        """Close what is left, in order; then at once whatever does not close."""
+        for client in self._clients():
+            if client.transport is not None:
+                client.transport.close()
+        deadline = time.monotonic() + LAST_WORDS
+        while any(front.clients for front in self._fronts) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for client in self._clients():
+            if client.transport is not None:
+                client.transport.abort()
 
     # reloading --------------------------------------------------------------------------------------------------------
 
@@ -378,6 +397,9 @@ class App:
     ) -> None:
         gateway = self.gateway
         dropped = [pool for name, pool in gateway.connections.items() if connections.get(name) is not pool]
+        for backend, one in zip(backends, config.backends, strict=bool(config.backends)):
+            backend.weight, backend.max_in_flight = one.weight, one.max_in_flight
+            backend.breaker.settings = _breaker(config)
         gateway.pool.apply(backends, config.balance)
         gateway.connections = connections
         gateway.policy = _policy(config)
@@ -415,10 +437,13 @@ class App:
 
     async def _model_list(self) -> Local:
         """GET /v1/models over several backends: each model once, described by the first backend that serves it."""
+        pool = self.gateway.pool
+        if not pool.routable:
+            raise pool.nobody()
         cards: dict[str, dict[str, Any]] = {}
-        for backend in self.gateway.pool.backends:
+        for backend in pool.backends:
             if backend.routable:
-                for card in self.probes.cards(backend.name):
+                for card in await self.probes.cards(backend.name):
                     cards.setdefault(card["id"], card)
         return Local(200, json.dumps({"object": "list", "data": list(cards.values())}).encode())
 
@@ -530,6 +555,10 @@ def _client_settings(config: Config) -> ClientSettings:
         config.timeouts.keepalive,
         config.limits.write_buffer,
     )
+
+
+def _breaker(config: Config) -> BreakerSettings:
+    return BreakerSettings(config.breaker.failures, config.breaker.window, config.breaker.open)
 
 
 def _retry(config: Config) -> RetrySettings:

@@ -64,8 +64,12 @@ class Probes:
     async def stop(self) -> None:
         await self._tasks.stop()
 
-    def cards(self, name: str) -> list[dict[str, Any]]:
-        """The models of a backend, as it described them itself the last time that it did so in full."""
+    async def cards(self, name: str) -> list[dict[str, Any]]:
+        """The models of a backend, as it described them itself the last time that it did so in full; if it never has, it
+        is asked now."""
+        if name not in self._cards and name in self._targets:
+            async with _session(self._targets[name], self._settings.timeout) as session:
+                await self._learn_models(session, self._targets[name])
         return self._cards.get(name, [])
 
     async def _watch(self, target: Target) -> None:

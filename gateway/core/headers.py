@@ -141,7 +141,8 @@ def client_head(
     lines = [b"HTTP/1.1 %d %b" % (head.status, head.reason)]
     named = _named_by_connection(head.named)
     lines += [line for key, line, _, known in head.fields if not known & NOT_DOWNSTREAM and key not in named]
-    if framing is not Framing.CHUNKED and b"content-length" in head.named and head.status != 204 and head.status >= 200:
+    sized = framing is Framing.LENGTH or framing is Framing.NONE
+    if sized and b"content-length" in head.named and head.status != 204 and head.status >= 200:
         lines.append(next(line for key, line, _, _ in head.fields if key == b"content-length"))
     if b"date" not in head.named:
         lines.append(b"Date: " + date)

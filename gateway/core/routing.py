@@ -46,6 +46,7 @@ JSON_PATHS = frozenset(
 )
 
 _CODED = re.compile(rb"%([0-9A-Fa-f]{2})?")
+_PARAMETERS = re.compile(rb";[^/]*")
 _UNRESERVED = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_~")  # but for the dot: see below
 _LOOPBACK = b"/loadtest/"
 
@@ -128,7 +129,8 @@ class Paths:
         self._known = {path: self._judge(path) for path in JSON_PATHS if self.served(path)}
 
     def served(self, path: bytes) -> bool:
-        if path in self._denied or path.startswith(self._denied_below):
+        bare = _PARAMETERS.sub(b"", path) if b";" in path else path  # a backend may route without them
+        if bare in self._denied or bare.startswith(self._denied_below):
             return False
         return path in self._exact or path.startswith(self._below)
 

@@ -59,6 +59,7 @@ def answer(call: Call, head: RequestHead, page: Local, draining: bool) -> bool:
         connection=connection_field(head, keep_alive),
     )
     call.write(octets + page.body)
+    exchange.bytes_out = len(page.body)
     exchange.end(Outcome.COMPLETE, time.monotonic())
     return keep_alive
 
@@ -66,7 +67,8 @@ def answer(call: Call, head: RequestHead, page: Local, draining: bool) -> bool:
 def can_go_on(call: Call, head: RequestHead, draining: bool) -> bool:
     """Whether another request may follow on the client's connection."""
     reader = call.request.client.reader
-    return not draining and not reader.in_body and headers.keeps_alive(head)
+    crowded = call.request.client.server.crowded
+    return not draining and not crowded and not reader.in_body and headers.keeps_alive(head)
 
 
 def cut(call: Call, ended: Ended) -> None:

@@ -147,6 +147,7 @@ async def send_rest(call: Call, connection: Connection, upload: Upload) -> None:
                     raise not_json("it ends before the object does")
             connection.write(framed(upload, piece))
             await connection.drain()
+            exchange.sent = time.monotonic()  # the wait for an answer begins when all has been sent
         if upload.members is not None and not upload.members.complete:
             raise not_json("it ends before the object does")
         if upload.length is None:

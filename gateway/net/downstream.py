@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 import time
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+DESCRIPTORS_KEPT = 32  # for listeners, probes, the admin listener and its clients
 AHEAD_MOST = 65536  # octets that a client may send ahead of their turn before it is no longer read
 BODY_BUFFER = 65536  # octets of a body that wait for their reader before the client is no longer read
 LINGER_MOST = 10.0  # seconds; interface.md section 4
@@ -105,6 +107,13 @@ class Server(web.Server):
         super().__init__(handler.handle, handler_cancellation=True)  # type: ignore[arg-type]  # not aiohttp's request and response
         self.settings, self.scheme, self.handle, self.gone = settings, scheme, handler.handle, handler.gone
         self.clients: set[Downstream] = set()
+        # each may come to need a second descriptor, for its backend
+        self._most = max((resource.getrlimit(resource.RLIMIT_NOFILE)[0] - DESCRIPTORS_KEPT) // 2, 1)
+
+    @property
+    def crowded(self) -> bool:
+        """There are more clients than there may soon be descriptors for."""
+        return len(self.clients) > self._most
 
     def __call__(self) -> RequestHandler:
         return Downstream(self, self._loop)
@@ -123,8 +132,10 @@ class Downstream(RequestHandler):
         "_who",
         "call",
         "gone_at",
+        "opened",
         "peer",
         "reader",
+        "served",
         "server",
         "sock",
         "source",
@@ -153,6 +164,8 @@ class Downstream(RequestHandler):
         self._discard = False  # what comes is of no use any more
         self._discarded_at = 0.0
         self._flushed: asyncio.Future[None] | None = None
+        self.opened = time.monotonic()
+        self.served = False  # a request has come on it
         self._header_timer: asyncio.TimerHandle | None = None
         self._reading_held = False
         self._watch_left: asyncio.TimerHandle | None = None
@@ -232,6 +245,7 @@ class Downstream(RequestHandler):
             self._more_body(b"")
 
     def _hand_on(self, request: Request) -> None:
+        self.served = True
         self._messages.append(request)  # type: ignore[arg-type]  # the deque is aiohttp's, what is in it ours
         waiter = self._waiter
         if waiter is not None and not waiter.done():
@@ -319,13 +333,13 @@ class Downstream(RequestHandler):
             self._resume_transport_reading()
 
     def _watch(self) -> None:
-        """A client that is not being read cannot be seen leaving: ask the kernel now and then."""
+        """A client that is not read, or not written to, cannot always be seen leaving: ask the kernel now and then."""
         if self._watch_left is None and self.sock is not None:
             self._watch_left = self._loop.call_later(LEFT_CHECK, self._look)
 
     def _look(self) -> None:
         self._watch_left = None
-        if self.transport is None or not (self._reading_held or self._reading_paused):
+        if self.transport is None or not (self._reading_held or self._reading_paused or self._paused or self._flushed):
             return
         if self.sock is not None and sockets.peer_has_left(self.sock):
             self.transport.abort()
@@ -395,6 +409,7 @@ class Downstream(RequestHandler):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._watch()  # over TLS, an end that comes while writing is blocked is not seen otherwise
         if self.source is not None:
             self.source.pause()
 
@@ -424,6 +439,7 @@ class Downstream(RequestHandler):
             return
         high = self._settings.write_buffer
         self._flushed = self._loop.create_future()
+        self._watch()
         try:
             transport.set_write_buffer_limits(high=0)
             while transport.get_write_buffer_size() and self.transport is not None:

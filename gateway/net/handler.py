@@ -159,6 +159,8 @@ class Gateway:
         exchange.path = head.target.partition(b"?")[0].decode("latin-1")
         if self.draining:
             raise Refusal("draining", "the gateway is shutting down", retry_after=1)
+        if request.client.server.crowded:
+            raise Refusal("overloaded", "the gateway has no file descriptors to spare (LimitNOFILE, ulimit -n)", retry_after=1)
         route = call.route = policy.paths.route(head.target)
         if head.method not in answers.METHODS:
             raise Refusal("method_not_allowed", "this method is not served here")
@@ -186,7 +188,10 @@ class Gateway:
             admission.leave(ticket)
 
     def _granted(self, call: Call, turn: asyncio.Future[None]) -> None:
-        call.slot = True  # at once, so that it is given back also if the turn comes in the moment in which the client leaves
+        # both at once, so that nobody else is let in for the same place, and that they are given back whatever comes next
+        call.slot = True
+        pool, _ = self._backends(call)
+        call.lease = pool.pick(time.monotonic())
         if not turn.done():
             turn.set_result(None)
 
@@ -195,15 +200,16 @@ class Gateway:
     async def _attempts(self, call: Call, head: RequestHead, route: Route, upload: Upload) -> ResponseHead:
         """One attempt, and others where that can harm nobody, until a backend's response head is here. Raises Refusal."""
         exchange = call.exchange
-        pool, connections = self.loopback if route.loopback and self.loopback is not None else (self.pool, self.connections)
+        pool, connections = self._backends(call)
         self.retries.request()
         tried: list[Backend] = []
         stale = False
+        lease = call.lease or pool.pick(time.monotonic())
+        if lease is None:
+            raise pool.nobody()
         while True:
+            call.lease = lease
             exchange.attempts += 1
-            lease = call.lease = pool.pick(time.monotonic(), tried)
-            if lease is None:
-                raise pool.nobody()
             exchange.backend = lease.backend.name
             try:
                 return await self._attempt(call, head, route, upload, connections[lease.backend.name], fresh=stale)
@@ -212,13 +218,21 @@ class Gateway:
                 stale = failure.code == "stale_connection"
                 if not stale:
                     tried.append(lease.backend)
-                    if not any(b.routable and b not in tried for b in pool.backends):
-                        raise
+                following = pool.pick(time.monotonic(), tried)
+                if following is None:
+                    raise  # what went wrong says more than that there is nobody else
                 if not self.retries.again(failure, head.method, exchange.attempts, body_kept=upload.kept):
+                    following.release()
                     raise
                 self.observer.retried(exchange, failure.code)
                 lease.release()
-                call.lease = None
+                lease = call.lease = following
+                self.admission.wake()
+
+    def _backends(self, call: Call) -> tuple[Pool, dict[str, ConnectionPool]]:
+        if self.loopback is not None and call.route is not None and call.route.loopback:
+            return self.loopback
+        return self.pool, self.connections
 
     async def _attempt(
         self, call: Call, head: RequestHead, route: Route, upload: Upload, connections: ConnectionPool, *, fresh: bool
@@ -338,8 +352,9 @@ class Gateway:
             connection=answers.connection_field(head, keep_alive),
         )
         client.source = relay
+        relay.event_stream = headers.media_type(response.named) == b"text/event-stream"
         if call.watch is not None:
-            call.watch.relay = relay
+            call.watch.relay, relay.watch = relay, call.watch
         pending = connection.pending
         connection.hand_over(relay)
         relay.begin(octets, pending)

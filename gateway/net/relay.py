@@ -33,6 +33,7 @@ from gateway.net.coalesce import Coalescer
 if TYPE_CHECKING:
     from gateway.net.downstream import Downstream
     from gateway.net.upstream import Connection
+    from gateway.net.watch import Watch
 
 _clock = time.monotonic
 _QUOTE, _BACKSLASH, _LF, _CR = b'"\\\n\r'
@@ -51,8 +52,8 @@ class Edit(Protocol):
 class Relay(asyncio.Protocol):
     __slots__ = (
         "_as_it_comes", "_attached", "_before", "_begins", "_edit", "_end", "_joined", "_learnt", "_paused", "_saw_end",
-        "_times", "_usual", "_write", "body_octets", "client", "connection", "done", "exchange", "framing", "last", "meter",
-        "observer", "reader", "said", "taken_at", "taken_left",
+        "_times", "_usual", "_write", "body_octets", "client", "connection", "done", "event_stream", "exchange", "framing",
+        "last", "meter", "observer", "reader", "said", "taken_at", "taken_left", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +81,8 @@ class Relay(asyncio.Protocol):
         self.said = 0.0  # when a comment of ours was last put in
         # the reader's own output is what the client gets: nothing is edited, and both sides have the same framing
         self._as_it_comes = edit is None and (to_client is Framing.CHUNKED or type(reader) is LengthReader)
+        self.event_stream = False  # by its Content-Type, so that an event or a comment may be put in
+        self.watch: Watch | None = None
         self._attached = True  # the connection is ours
         self._before = b""  # our head, to be written with the body's first octets
         # usual events: the shape that they were learnt from; by its length how one begins, and how all end; what has passed
@@ -259,6 +262,8 @@ class Relay(asyncio.Protocol):
         self.exchange.paused_at = self.taken_at = time.monotonic()
         self.taken_left = self.client.outstanding
         self.observer.paused(self.exchange)
+        if self.watch is not None:
+            self.watch.look_soon(self.taken_at)
         if not self.done.done() and not self.connection.lost:
             self.connection.transport.pause_reading()
 
@@ -303,7 +308,8 @@ class Relay(asyncio.Protocol):
         """Put an event or a comment of our own between two of the upstream's, if it is between two just now."""
         self.settle()
         if (
-            self.framing is not Framing.CHUNKED
+            not self.event_stream
+            or self.framing is not Framing.CHUNKED
             or not self.reader.at_boundary
             or self.meter is None
             or not self.meter.at_boundary

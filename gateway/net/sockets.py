@@ -13,7 +13,6 @@ import termios
 NOTSENT_LOWAT = 65536  # octets that the kernel takes before the peer's window has room for them
 KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_COUNT = 30, 10, 3  # a peer that has vanished is noticed within a minute
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
-_ESTABLISHED = 1  # enum in linux/include/net/tcp_states.h; TCP_INFO's first octet
 
 
 def tune(sock: socket.socket, *, receive_buffer: int | None = None) -> None:
@@ -59,10 +58,9 @@ def untaken(sock: socket.socket) -> int:
 
 def peer_has_left(sock: socket.socket) -> bool:
     """The peer has ended the connection, though its octets, and so its end, are not being read just now."""
-    try:
-        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ESTABLISHED
-    except OSError:
-        return False  # no TCP: a unix socket
+    look = select.poll()
+    look.register(sock.fileno(), select.POLLRDHUP)  # POLLHUP and POLLERR are always told of
+    return bool(look.poll(0))
 
 
 def reset_on_close(sock: socket.socket) -> None:

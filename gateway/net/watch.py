@@ -60,6 +60,8 @@ class Watch:
         )
         self.relay: Relay | None = None
         self.look_at = now + step
+        if timeouts.total is not None:
+            self.look_at = min(self.look_at, exchange.accepted + timeouts.total)
 
     def look(self, now: float) -> None:
         if self.relay is not None:
@@ -69,8 +71,14 @@ class Watch:
             self._expire(outcome)
             return
         self.look_at = min(deadline, now + self._step)
+        if self.relay is not None and (self.relay.paused or self._exchange.phase is Phase.DONE):
+            self.look_soon(now)
         if self._comment is not None and self.relay is not None:
             self.look_at = min(self.look_at, self._say_something(self.relay, now, self._comment))
+
+    def look_soon(self, now: float) -> None:
+        """The client holds us back: whether it takes anything is only seen by looking, and often enough to tell when."""
+        self.look_at = min(self.look_at, now + self._timeouts.client_write / 8)
 
     def _deadlines(self, now: float) -> list[tuple[float, Outcome]]:
         timeouts, exchange, relay = self._timeouts, self._exchange, self.relay
@@ -95,7 +103,7 @@ class Watch:
         last = max(relay.last, relay.said)
         if now - last < interval:
             return last + interval
-        if not relay.paused and relay.body_octets and relay.insert(b": keep-alive\n\n"):
+        if not relay.paused and relay.event_stream and relay.body_octets and relay.insert(b": keep-alive\n\n"):
             relay.said = now
         return now + interval
 
