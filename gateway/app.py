@@ -14,7 +14,6 @@ import logging
 import signal
 import socket
 import ssl
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +24,7 @@ from aiohttp import http_parser, web
 
 from gateway import __version__
 from gateway import config as configuration
-from gateway.config import Address, BackendConfig, Config
+from gateway.config import BackendConfig, Config
 from gateway.control import systemd
 from gateway.control.admin import admin_app
 from gateway.control.probes import Probes, ProbeSettings, Target
@@ -39,6 +38,7 @@ from gateway.core.pool import Pool
 from gateway.core.retry import Retries, RetrySettings
 from gateway.core.routing import Paths
 from gateway.errors import ConfigError, Ended, GatewayError
+from gateway.net import listen
 from gateway.net.call import Local, Policy
 from gateway.net.downstream import ClientSettings, Downstream, Server
 from gateway.net.handler import Gateway
@@ -55,7 +55,6 @@ from gateway.telemetry.observer import Observers
 
 log = logging.getLogger("gateway")
 
-BACKLOG = 4096  # connections that the kernel accepts on our behalf while we are busy
 LAG_INTERVAL = 0.25  # seconds between looks at how late the event loop is
 YOUNG = 0.25  # seconds in which the first request of a new connection is still expected when the process stops
 LAST_WORDS = 1.0  # seconds that cut exchanges have to unwind before the process ends
@@ -70,6 +69,7 @@ def serve(config: Config, config_path: Path | None, overrides: Mapping[str, obje
         )
         return 1
     logs.configure(config.log.level, config.log.format)
+    listen.raise_descriptor_limit()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(App(config, config_path, overrides).run())
 
@@ -92,7 +92,6 @@ class App:
         self._synthetic: SyntheticUpstream | None = None
         self._servers: list[asyncio.Server] = []
         self._fronts: list[Server] = []
-        self._unix_paths: list[Path] = []
         self._admin: web.AppRunner | None = None
 
     async def run(self) -> int:
@@ -132,8 +131,8 @@ class App:
             self._lines = logs.LineWriter(sys.stderr, lambda flush: loop.call_later(0.05, flush))
             parts.append(AccessLog(self._lines, wall=time.time, form=config.log.format))
         observer: Observer = parts[0] if len(parts) == 1 else Observers(*parts)
-        sockets = systemd.listen_fds() or [self._bind(address) for address in config.listen]
-        admin_socket = self._bind(config.admin.listen)
+        sockets = systemd.listen_fds() or [listen.bind(address) for address in config.listen]
+        admin_socket = listen.bind(config.admin.listen)
         if not config.backends or config.loadtest.enabled:
             await self._start_synthetic()
         backends, connections, targets = self._members(config)
@@ -212,57 +211,18 @@ class App:
         for sock in sockets:
             front = Server(self.gateway, settings, scheme.encode())
             server = (
-                await loop.create_server(front, sock=sock, ssl=tls, backlog=BACKLOG)
+                await loop.create_server(front, sock=sock, ssl=tls, backlog=listen.BACKLOG)
                 if sock.family != socket.AF_UNIX
-                else (await loop.create_unix_server(front, sock=sock, ssl=tls, backlog=BACKLOG))
+                else (await loop.create_unix_server(front, sock=sock, ssl=tls, backlog=listen.BACKLOG))
             )
             self._fronts.append(front)
             self._servers.append(server)
-            self._public.append(_url(scheme, sock))
+            self._public.append(listen.url(scheme, sock))
         token = config.admin.token_file.reveal() if config.admin.token_file is not None else None
         self._admin = web.AppRunner(admin_app(Control(self), token=token), access_log=None, shutdown_timeout=1.0)
         await self._admin.setup()
         await web.SockSite(self._admin, admin_socket, backlog=128).start()
-        self._admin_url = _url("http", admin_socket)
-
-    def _bind(self, address: Address) -> socket.socket:
-        """A bound socket. Raises ConfigError, saying what to do about it."""
-        if address.path is not None:
-            return self._bind_unix(Path(address.path))
-        try:
-            family, _, _, _, where = socket.getaddrinfo(
-                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(where)
-            sock.listen(BACKLOG)
-        except OSError as error:
-            hint = "if another program listens there, stop it, or choose another port (--port, --admin-port)"
-            raise ConfigError(f"cannot listen on {address}: {error.strerror or error}; {hint}") from None
-        sock.setblocking(False)
-        return sock
-
-    def _bind_unix(self, path: Path) -> socket.socket:
-        with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(path.stat().st_mode):
-                raise ConfigError(f"cannot listen on unix:{path}: a file that is no socket stands there")
-            with socket.socket(socket.AF_UNIX) as probe:
-                try:
-                    probe.connect(str(path))
-                except OSError:
-                    path.unlink(missing_ok=True)  # left behind by a process that is gone
-                else:
-                    raise ConfigError(f"cannot listen on unix:{path}: another program listens there")
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.bind(str(path))
-            sock.listen(BACKLOG)
-        except OSError as error:
-            raise ConfigError(f"cannot listen on unix:{path}: {error.strerror or error}") from None
-        sock.setblocking(False)
-        self._unix_paths.append(path)
-        return sock
+        self._admin_url = listen.url("http", admin_socket)
 
     def _signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -337,8 +297,7 @@ class App:
         if self._synthetic is not None:
             await self._synthetic.stop()
         await self._tasks.stop()
-        for path in self._unix_paths:
-            path.unlink(missing_ok=True)
+        listen.forget(address.path for address in self.config.listen)
         if hasattr(self, "_lines"):
             self._lines.flush()
 
@@ -620,10 +579,3 @@ def _server_tls(config: Config) -> ssl.SSLContext | None:
         raise ConfigError(f"tls: the certificate, its key or client_ca cannot be used: {error}") from None
     context.set_alpn_protocols(["http/1.1"])
     return context
-
-
-def _url(scheme: str, sock: socket.socket) -> str:
-    if sock.family == socket.AF_UNIX:
-        return f"unix:{sock.getsockname()}"
-    host, port = sock.getsockname()[:2]
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -175,7 +175,8 @@ class TestDrain:
         """Who waits in the queue is served while there is time, and refused properly when there is none left."""
         config = {"timeouts": {"drain": 1.0}, "limits": {"in_flight": 1}}
         gateway = await start_gateway(config=config, backends=[upstream.url])
-        upstream.script = held = s.Held(s.SSE_HEAD)
+        closing = [("content-type", "text/event-stream"), ("transfer-encoding", "chunked"), ("connection", "close")]
+        upstream.script = held = s.Held(s.head(200, closing))
         holder = await asked(gateway, chat("holder"))
         wire = await held.wire()
         first, second = await asked(gateway, chat("first")), await asked(gateway, chat("second"))
