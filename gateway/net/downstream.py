@@ -304,10 +304,10 @@ class Downstream(RequestHandler):
         """The request in hand has been answered, and the connection goes on: take up what was sent ahead."""
         self.source = None
         self.reader.next_request()
-        if self._reading_held:
-            self.release_reading()
         if self.reader.held:
             self._head()
+        if self._reading_held and self.reader.held <= AHEAD_MOST:
+            self.release_reading()
 
     # reading held back ------------------------------------------------------------------------------------------------
 
