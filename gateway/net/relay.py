@@ -198,6 +198,13 @@ class Relay(asyncio.Protocol):
                 self._learnt, self._begins, self._end = shape, {}, shape[1] + b"\r\n"
             self._expect(data)
 
+    def pause_writing(self) -> None:
+        """The backend takes no more of an upload that is still under way."""
+        self.connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.connection.resume_writing()
+
     def eof_received(self) -> None:
         self._saw_end = True
 
@@ -292,6 +299,7 @@ class Relay(asyncio.Protocol):
         self.let_go()
         if self._paused:
             self.resume()
+        self.watch = None  # or the two would hold each other until the collector comes
 
     @property
     def paused(self) -> bool:

@@ -12,21 +12,26 @@ import termios
 
 NOTSENT_LOWAT = 65536  # octets that the kernel takes before the peer's window has room for them
 KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_COUNT = 30, 10, 3  # a peer that has vanished is noticed within a minute
+_TCP, _SOCKET = int(socket.IPPROTO_TCP), socket.SOL_SOCKET
+_OPTIONS = (
+    (_TCP, socket.TCP_NODELAY, 1),
+    (_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT),
+    (_SOCKET, socket.SO_KEEPALIVE, 1),
+    (_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE),
+    (_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL),
+    (_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT),
+)
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 def tune(sock: socket.socket, *, receive_buffer: int | None = None) -> None:
     """Bound what the kernel holds for a connection, and have it notice a peer that is no longer there."""
-    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+    if sock.family == socket.AF_UNIX:
         return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT)
+    for level, option, value in _OPTIONS:
+        sock.setsockopt(level, option, value)
     if receive_buffer:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT)
+        sock.setsockopt(_SOCKET, socket.SO_RCVBUF, receive_buffer)
 
 
 class Quiet:
