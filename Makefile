@@ -61,8 +61,14 @@ soak: .venv/test.stamp ## 100,000 streams with every ending mixed in, minutes lo
 memory: .venv/test.stamp ## memory at 100 streams, and for each of 1,000 clients that stop reading
 	@exec $(RUN) -m tests.bench.memory $(ARGS)
 
-test-vllm: .venv/test.stamp ## the tests that need a running vLLM
-	@exec $(RUN) -m pytest -m vllm $(ARGS)
+test-vllm: $(if $(VLLM_URL),.venv/vllm.stamp) ## the tests against a running vLLM; VLLM_URL=http://127.0.0.1:18000
+ifeq ($(VLLM_URL),)
+	@echo 'make test-vllm: VLLM_URL is not set. One on the CPU, ready after a minute, and the tests in another terminal:'
+	@echo '  $(SHARED)/vllm/setup.sh && $(SHARED)/vllm/serve.sh 18000'
+	@echo '  make test-vllm VLLM_URL=http://127.0.0.1:18000'
+else
+	@VLLM_URL='$(VLLM_URL)' exec $(RUN) -m pytest -m vllm tests/vllm $(ARGS)
+endif
 
 clean: ## remove what these targets made
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -82,3 +88,8 @@ endef
 .venv/test.stamp: setup.cfg setup.py
 	$(call install,.[test])
 	@touch .venv/run.stamp $@
+
+# on top of the other, which begins from nothing
+.venv/vllm.stamp: .venv/test.stamp
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --use-pep517 -e '.[test,vllm]'
+	@touch $@

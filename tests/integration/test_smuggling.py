@@ -338,7 +338,7 @@ async def nobodys_answer(connect: Connect, upstream: RawUpstream, first: str, ex
     for client in (other, mine):
         again = await client.ask(get("/v1/x"))
         assert (again.status, again.body) == (200, b"second"), again
-        assert b"injected" not in client.received and b"408" not in client.received
+        assert b"injected" not in client.received and b"HTTP/1.1 408" not in client.received
     mine.fin()
     other.fin()
 
