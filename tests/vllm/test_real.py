@@ -1,7 +1,8 @@
 """The gateway in front of a real vLLM: nothing is changed on the way, and whoever leaves frees its place at once.
 
 Opt-in (`make test-vllm`). VLLM_URL names a server that nobody else uses meanwhile, with the model `tiny`, 16 sequences
-at once and a length of 2048: `../shared/vllm/serve.sh`.
+at once and a length of 2048: `../shared/vllm/serve.sh`. It wants cores to spare: on two busy ones vLLM itself now and then
+answers nothing, /health included, for seconds, and then the limits here are missed without the gateway too.
 """
 
 from __future__ import annotations
@@ -150,9 +151,7 @@ def check_same_head(direct: Message, through: Message) -> None:
 
 @STREAMED
 @API
-async def test_an_answer_is_the_same_as_without_the_gateway(
-    engine: Engine, gateway: Gateway, path: str, stream: bool
-) -> None:
+async def test_an_answer_is_the_same_as_without_the_gateway(engine: Engine, gateway: Gateway, path: str, stream: bool) -> None:
     direct, through = await both(engine, gateway, ask(path, {"stream": stream}))
     assert direct.status == 200
     check_same_head(direct, through)
@@ -337,9 +336,7 @@ async def test_anthropic_messages(gateway: Gateway, anthropic_clients: list[Any]
     await check_counted(gateway, through)
 
 
-async def test_clients_raise_the_same_errors(
-    gateway: Gateway, openai_clients: list[Any], anthropic_clients: list[Any]
-) -> None:
+async def test_clients_raise_the_same_errors(gateway: Gateway, openai_clients: list[Any], anthropic_clients: list[Any]) -> None:
     import anthropic
     import openai
 
@@ -355,9 +352,7 @@ async def test_clients_raise_the_same_errors(
             assert through == direct
 
 
-async def test_a_mixed_run_is_counted_whole(
-    gateway: Gateway, openai_clients: list[Any], anthropic_clients: list[Any]
-) -> None:
+async def test_a_mixed_run_is_counted_whole(gateway: Gateway, openai_clients: list[Any], anthropic_clients: list[Any]) -> None:
     """All at once, so that they share the engine: every token that it reports is counted, and once."""
     openai, anthropic = openai_clients[1], anthropic_clients[1]
     runs: list[Awaitable[Answer]] = []
@@ -383,22 +378,22 @@ class Counters(NamedTuple):
     finished: float
 
     @classmethod
-    async def of(cls, engine: Engine) -> Before:
+    async def of(cls, engine: Engine) -> Counters:
         return cls(*await engine.metrics("generation_tokens_total", "request_success_total"))
 
 
 async def check_freed(engine: Engine, before: Counters, since: float, most: int, what: str) -> None:
     """Nothing runs soon, no token is made any more, and it was no ordinary end, which vLLM would count."""
     took = await engine.wait(running=0, timeout=30) - since
-    print(f"abort: {what}: {1000 * took:.0f} ms")
-    assert took < SOON
     await asyncio.sleep(0.3)
     after = await Counters.of(engine)
+    tokens, finished = after.tokens - before.tokens, after.finished - before.finished
+    print(f"abort: {what}: {1000 * took:.0f} ms, {tokens:.0f} tokens in all, {finished:.0f} ended by themselves")
+    assert finished == 0
+    assert tokens < most
+    assert took < SOON
     await asyncio.sleep(0.5)
     assert await Counters.of(engine) == after
-    assert after.finished == before.finished
-    assert after.tokens - before.tokens < most
-    print(f"  tokens made in all: {after.tokens - before.tokens:.0f}")
 
 
 async def check_logged(gateway: Gateway, count: int = 1) -> None:
@@ -473,7 +468,7 @@ async def test_leaving_at_once(engine: Engine, gateway: Gateway) -> None:
         await asyncio.sleep(0.002 * (step // 2))
         client.reset()
     since = time.monotonic()
-    await check_freed(engine, before, since, LONG, "20 that left within 20 ms")
+    await check_freed(engine, before, since, 20 * LONG, "20 that left within 20 ms")
     await gateway.idle()
     found = await gateway.metrics()
     assert found.value("tokenpipe_requests_total") == found.value("tokenpipe_requests_total", outcome="client_gone")
