@@ -7,6 +7,7 @@ on its way: its last octets are held back until it is known to be fit, and no en
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable
 from typing import TypeVar
@@ -77,6 +78,7 @@ async def read(call: Call, head: RequestHead, route: Route) -> Upload:
         pieces.append(piece)
         size += len(piece)
     held = b"".join(pieces)
+    del pieces
     exchange.bytes_in = size
     exchange.body_read = time.monotonic()
     length = head.length if head.framing is Framing.LENGTH else None
@@ -104,7 +106,8 @@ async def _piece(call: Call) -> bytes:
     """The next octets of the body; b"" at its end. Raises Refusal."""
     body, policy = call.request.body, call.policy
     assert body is not None
-    try:
+    piece: bytes | None = None
+    with contextlib.suppress(ConnectionResetError):
         # what has arrived is taken without a timer
         piece = body.read_nowait() or await timed(
             call,
@@ -113,8 +116,8 @@ async def _piece(call: Call) -> bytes:
             "request_timeout",
             "the request body stalled (timeouts.request_body)",
         )
-    except ConnectionResetError:
-        raise asyncio.CancelledError from None
+    if piece is None:  # the client has left
+        raise asyncio.CancelledError
     if body.total_bytes > policy.request_body:
         raise too_large(policy)
     return piece

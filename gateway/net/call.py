@@ -16,7 +16,7 @@ from gateway.errors import Ended
 from gateway.net.downstream import Request
 from gateway.net.relay import Relay
 from gateway.net.tunnel import Tunnel
-from gateway.net.upstream import Connection
+from gateway.net.upstream import Connection, ConnectionPool
 from gateway.net.watch import Timeouts, Watch
 
 
@@ -59,8 +59,8 @@ class Call:
     """What one exchange holds, and what can end it from outside."""
 
     __slots__ = (
-        "connection", "exchange", "interrupted", "lease", "policy", "relay", "request", "route", "slot", "task", "upload",
-        "usage_asked", "watch",
+        "connection", "connections", "exchange", "interrupted", "lease", "policy", "relay", "request", "route", "slot", "task",
+        "upload", "usage_asked", "watch",
     )  # fmt: skip
 
     def __init__(self, exchange: Exchange, request: Request, policy: Policy):
@@ -70,6 +70,7 @@ class Call:
         self.interrupted: Ended | None = None
         self.slot = self.usage_asked = False
         self.lease: Lease | None = None
+        self.connections: ConnectionPool | None = None  # of the leased backend, as it was when the lease was taken
         self.connection: Connection | None = None
         self.relay: Relay | Tunnel | None = None
         self.watch: Watch | None = None

@@ -18,11 +18,11 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from gateway.core import headers
 from gateway.core.admission import Admission
-from gateway.core.backend import Backend
+from gateway.core.backend import Backend, Lease
 from gateway.core.edits import UsageStripper
 from gateway.core.exchange import Exchange, Observer
 from gateway.core.framing import ChunkedReader, CloseReader, LengthReader
@@ -36,7 +36,7 @@ from gateway.errors import Ended, Refusal, UpstreamFailed
 from gateway.net import answers, body
 from gateway.net.call import Call, Local, Policy, Upload
 from gateway.net.clock import http_date
-from gateway.net.downstream import Request
+from gateway.net.downstream import Downstream, Request
 from gateway.net.relay import Relay
 from gateway.net.tasks import Tasks
 from gateway.net.tunnel import Tunnel
@@ -78,7 +78,7 @@ class Gateway:
         """Serve one request; returns whether its connection goes on. Every way out records exactly one outcome."""
         head = request.head
         if head is not None and head.target == b"/health" and head.method in (b"GET", b"HEAD"):
-            return self._health(request, head)
+            return self._health(request, head) and await self._goes_on(request.client)
         call = self._open(request)
         exchange, client = call.exchange, request.client
         keep_alive = False
@@ -123,12 +123,24 @@ class Gateway:
             self._close(call)
         if client.transport is None:
             return False
-        if keep_alive and not self.draining:
-            client.answered()
+        if keep_alive and not self.draining and await self._goes_on(client):
             return True
         if exchange.outcome is Outcome.REFUSED or client.reader.in_body:
             await client.linger()
         return False
+
+    async def _goes_on(self, client: Downstream) -> bool:
+        """Take up the client's next request, once it has taken most of the answers that it was given."""
+        if client.buffered > client.buffer_limit:
+            try:
+                async with asyncio.timeout(self.policy.timeouts.client_write):
+                    await client.flushed()
+            except TimeoutError:
+                client.cut(reset=True)
+        if client.transport is None or client.transport.is_closing():
+            return False
+        client.answered()
+        return True
 
     def _open(self, request: Request) -> Call:
         head, client = request.head, request.client
@@ -190,8 +202,7 @@ class Gateway:
     def _granted(self, call: Call, turn: asyncio.Future[None]) -> None:
         # both at once, so that nobody else is let in for the same place, and that they are given back whatever comes next
         call.slot = True
-        pool, _ = self._backends(call)
-        call.lease = pool.pick(time.monotonic())
+        call.lease = self._pick(call)
         if not turn.done():
             turn.set_result(None)
 
@@ -200,25 +211,24 @@ class Gateway:
     async def _attempts(self, call: Call, head: RequestHead, route: Route, upload: Upload) -> ResponseHead:
         """One attempt, and others where that can harm nobody, until a backend's response head is here. Raises Refusal."""
         exchange = call.exchange
-        pool, connections = self._backends(call)
         self.retries.request()
         tried: list[Backend] = []
         stale = False
-        lease = call.lease or pool.pick(time.monotonic())
+        lease = call.lease or self._pick(call)
         if lease is None:
-            raise pool.nobody()
+            raise self._backends(call)[0].nobody()
         while True:
             call.lease = lease
             exchange.attempts += 1
             exchange.backend = lease.backend.name
             try:
-                return await self._attempt(call, head, route, upload, connections[lease.backend.name], fresh=stale)
+                return await self._attempt(call, head, route, upload, fresh=stale)
             except UpstreamFailed as failure:
                 self._attempt_failed(call, lease.backend, failure)
                 stale = failure.code == "stale_connection"
                 if not stale:
                     tried.append(lease.backend)
-                following = pool.pick(time.monotonic(), tried)
+                following = self._pick(call, tried)
                 if following is None:
                     raise  # what went wrong says more than that there is nobody else
                 if not self.retries.again(failure, head.method, exchange.attempts, body_kept=upload.kept):
@@ -229,14 +239,22 @@ class Gateway:
                 lease = call.lease = following
                 self.admission.wake()
 
+    def _pick(self, call: Call, tried: Sequence[Backend] = ()) -> Lease | None:
+        """A lease, and in the same step the connections that belong to it: a reload may come at any await."""
+        pool, connections = self._backends(call)
+        lease = pool.pick(time.monotonic(), tried)
+        if lease is not None:
+            call.connections = connections[lease.backend.name]
+        return lease
+
     def _backends(self, call: Call) -> tuple[Pool, dict[str, ConnectionPool]]:
         if self.loopback is not None and call.route is not None and call.route.loopback:
             return self.loopback
         return self.pool, self.connections
 
-    async def _attempt(
-        self, call: Call, head: RequestHead, route: Route, upload: Upload, connections: ConnectionPool, *, fresh: bool
-    ) -> ResponseHead:
+    async def _attempt(self, call: Call, head: RequestHead, route: Route, upload: Upload, *, fresh: bool) -> ResponseHead:
+        connections = call.connections
+        assert connections is not None
         exchange, policy, origin = call.exchange, call.policy, connections.origin
         exchange.phase, exchange.connect_began = Phase.CONNECT, time.monotonic()
         connection = None if fresh else connections.take()
@@ -459,6 +477,8 @@ class Gateway:
         if relay is not None:
             relay.close()
             exchange.bytes_out = relay.body_octets
+        # a task that was cancelled, and a body that was given an error, hold the frames that hold them
+        call.upload = call.task = call.request.body = None
         if exchange.outcome is None:
             exchange.end(Outcome.INTERNAL, time.monotonic())
         if call.lease is not None:
@@ -502,8 +522,6 @@ class Gateway:
                     connection=answers.connection_field(head, keep_alive),
                 )
             )
-        if keep_alive:
-            client.answered()
         return keep_alive
 
     # from outside -----------------------------------------------------------------------------------------------------

@@ -142,7 +142,8 @@ class Relay(asyncio.Protocol):
             self._begins[size] = begin
 
     def _careful(self, data: bytes, now: float) -> None:
-        if self.done.done():
+        if self.done.done():  # octets behind the end: the connection is not clean
+            self.reader.extra += data
             return
         self.last = now
         reader, meter, exchange = self.reader, self.meter, self.exchange
@@ -249,6 +250,7 @@ class Relay(asyncio.Protocol):
             if self.exchange.first_output_written is None and self.meter.first_output is not None:
                 self.exchange.first_output_written = time.monotonic()
         self._flush()
+        self._begins = {}
         if not self.done.done():
             self.done.set_result(None)
 
@@ -257,6 +259,7 @@ class Relay(asyncio.Protocol):
         if not self.done.done():
             self.settle()
             self._flush()
+            self._begins = {}
             self.done.set_exception(failure)
             self.connection.drop()
 

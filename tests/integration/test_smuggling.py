@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -395,3 +396,19 @@ async def test_a_stream_is_not_held_up_by_requests_without_host(gateway: Gateway
     answer = await gateway.ask(b"GET /v1/x HTTP/1.0\r\n\r\n")
     assert answer.status == 200 and answer.get("connection") == "close"
     assert upstream.requests[0].get("x-forwarded-host") is None and len(upstream.requests[0].all("host")) == 1
+
+
+async def test_a_flood_of_answers_that_nobody_reads_is_held_back(gateway: Gateway, connect: Connect) -> None:
+    """Pages of the gateway's own, asked for again and again by a client that does not read, cost bounded memory."""
+    before = gateway.rss()
+    client = await connect(receive_buffer=4096)
+    flood = get("/health") * 2000
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        async with asyncio.timeout(3):
+            for _ in range(200):
+                await client.send(flood)
+    assert gateway.rss() - before < 6 << 20
+    other = await connect()
+    assert (await other.ask(get("/health"), timeout=5)).status == 200
+    other.fin()
+    client.reset()
