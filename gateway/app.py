@@ -92,6 +92,7 @@ class App:
         self._reloading = asyncio.Lock()
         self._synthetic: SyntheticUpstream | None = None
         self._servers: list[asyncio.Server] = []
+        self._queues: list[tuple[socket.socket, ssl.SSLContext | None]] = []
         self._fronts: list[Server] = []
         self._admin: web.AppRunner | None = None
 
@@ -211,6 +212,7 @@ class App:
         scheme = "https" if tls is not None else "http"
         settings = _client_settings(config)
         self._public = []
+        self._queues = [(sock.dup(), tls) for sock in sockets]
         for sock in sockets:
             front = Server(self.gateway, settings, scheme.encode())
             server = (
@@ -254,6 +256,7 @@ class App:
         await asyncio.sleep(0)  # what has been accepted already is answered, not reset
         for server in self._servers:
             server.close()
+        await self._accept_last()
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._at_once.is_set():
             waiting = self._close_idle()
@@ -268,6 +271,21 @@ class App:
             deadline = time.monotonic() + LAST_WORDS
             while gateway.live and time.monotonic() < deadline:  # noqa: ASYNC110  # the last steps of a process
                 await asyncio.sleep(0.01)
+
+    async def _accept_last(self) -> None:
+        """Take what the kernel had already accepted: closing the listener itself would reset it."""
+        loop = asyncio.get_running_loop()
+        for front, (queue, tls) in zip(self._fronts, self._queues, strict=True):
+            taken = []
+            with queue, contextlib.suppress(OSError):  # BlockingIOError: none is left
+                queue.setblocking(False)
+                while True:
+                    taken.append(queue.accept()[0])
+            for sock in taken:
+                sock.setblocking(False)
+                with contextlib.suppress(OSError):  # it left, or its handshake failed: its own affair
+                    await loop.connect_accepted_socket(front, sock, ssl=tls)
+        self._queues = []
 
     def _close_idle(self) -> bool:
         """Close connections without a request. Returns whether there are some so new that theirs may be under way."""

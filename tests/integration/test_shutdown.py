@@ -282,9 +282,7 @@ class TestDrain:
         counts = await asyncio.gather(*tasks)
         await gateway.stopped(timeout=8)
         print(f"{sum(counts)} requests, {len(cut)} without an answer: {cut[:3]}")
-        # what the kernel took in the very moment in which the listener closed is reset by it: at most one for each client
-        assert len(cut) <= len(tasks)
-        assert not [answer for answer in cut if isinstance(answer, Message)], "an answer was cut"
+        assert not cut
 
 
 def written(gateway: Gateway, config: Any) -> None:
