@@ -311,9 +311,7 @@ WRONG = ["", "listen: [", "timeouts: {idel: 5}", '{"backends": []}', '{"backends
 
 @pytest.mark.parametrize("how", ["signal", "post"])
 class TestReload:
-    async def test_takes_effect_and_touches_no_stream(
-        self, start_gateway: Start, upstream: RawUpstream, how: str
-    ) -> None:
+    async def test_takes_effect_and_touches_no_stream(self, start_gateway: Start, upstream: RawUpstream, how: str) -> None:
         """New requests live by the new rules; a stream that runs knows nothing of it."""
         base = {"backends": [{"url": upstream.url}], "timeouts": {"idle": 5}}
         gateway = await start_gateway(config=base)
