@@ -276,13 +276,7 @@ class App:
         """Take what the kernel had already accepted: closing the listener itself would reset it."""
         loop = asyncio.get_running_loop()
         for front, (queue, tls) in zip(self._fronts, self._queues, strict=True):
-            taken = []
-            with queue, contextlib.suppress(OSError):  # BlockingIOError: none is left
-                queue.setblocking(False)
-                while True:
-                    taken.append(queue.accept()[0])
-            for sock in taken:
-                sock.setblocking(False)
+            for sock in listen.accept_all(queue):
                 with contextlib.suppress(OSError):  # it left, or its handshake failed: its own affair
                     await loop.connect_accepted_socket(front, sock, ssl=tls)
         self._queues = []

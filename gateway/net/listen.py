@@ -88,3 +88,15 @@ def url(scheme: str, sock: socket.socket) -> str:
         return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def accept_all(listener: socket.socket) -> list[socket.socket]:
+    """Accept all that waits at a listener, and close it. Returns the connections, non-blocking."""
+    taken = []
+    with listener, contextlib.suppress(OSError):  # BlockingIOError: none is left
+        listener.setblocking(False)
+        while True:
+            sock, _ = listener.accept()
+            sock.setblocking(False)
+            taken.append(sock)
+    return taken
