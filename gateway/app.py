@@ -42,6 +42,7 @@ from gateway.net import listen
 from gateway.net.call import Local, Policy
 from gateway.net.downstream import ClientSettings, Downstream, Server
 from gateway.net.handler import Gateway
+from gateway.net.sockets import tune
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import ConnectionPool, Origin, PoolSettings
 from gateway.net.watch import Timeouts
@@ -214,6 +215,7 @@ class App:
         self._public = []
         self._queues = [(sock.dup(), tls) for sock in sockets]
         for sock in sockets:
+            tune(sock)
             front = Server(self.gateway, settings, scheme.encode())
             server = (
                 await loop.create_server(front, sock=sock, ssl=tls, backlog=listen.BACKLOG)

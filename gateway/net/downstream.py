@@ -178,8 +178,6 @@ class Downstream(RequestHandler):
         super().connection_made(transport)
         self.server.clients.add(self)
         self.sock = transport.get_extra_info("socket")
-        if self.sock is not None:
-            sockets.tune(self.sock)
         high = self._settings.write_buffer
         transport.set_write_buffer_limits(high=high, low=high // 4)  # type: ignore[attr-defined]
         name = transport.get_extra_info("peername")

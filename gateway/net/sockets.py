@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import array
+import asyncio
 import contextlib
+import errno
 import fcntl
+import os
 import select
 import socket
 import struct
@@ -25,13 +28,43 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 def tune(sock: socket.socket, *, receive_buffer: int | None = None) -> None:
-    """Bound what the kernel holds for a connection, and have it notice a peer that is no longer there."""
+    """Bound what the kernel holds for a connection, and have it notice a peer that is no longer there.
+
+    What is said of a listening socket holds for all that it accepts (Linux, tcp(7)): to say it of each one would cost a
+    new connection a dozen system calls.
+    """
     if sock.family == socket.AF_UNIX:
         return
     for level, option, value in _OPTIONS:
         sock.setsockopt(level, option, value)
     if receive_buffer:
         sock.setsockopt(_SOCKET, socket.SO_RCVBUF, receive_buffer)
+
+
+async def connect(sock: socket.socket, address: object) -> None:
+    """Connect to an address that needs no look-up: uvloop's own `sock_connect` has a thread look it up all the same."""
+    try:
+        sock.connect(address)  # type: ignore[arg-type]  # also takes a unix path
+    except BlockingIOError as error:
+        if error.errno != errno.EINPROGRESS:  # a unix socket's backlog is full
+            raise
+    else:
+        return
+    loop = asyncio.get_running_loop()
+    settled = loop.create_future()
+    loop.add_writer(sock, _settle, settled)
+    try:
+        await settled
+    finally:
+        loop.remove_writer(sock)
+    failed = sock.getsockopt(_SOCKET, socket.SO_ERROR)
+    if failed:
+        raise OSError(failed, os.strerror(failed))
+
+
+def _settle(settled: asyncio.Future[None]) -> None:
+    if not settled.done():
+        settled.set_result(None)
 
 
 class Quiet:

@@ -308,7 +308,7 @@ class ConnectionPool:
             try:
                 sock.setblocking(False)
                 sockets.tune(sock, receive_buffer=RECEIVE_BUFFER)
-                await self._loop.sock_connect(sock, address)  # type: ignore[arg-type]  # also takes a unix path
+                await sockets.connect(sock, address)
                 return await self._wrap(sock)
             except OSError as failure:
                 sock.close()
