@@ -43,10 +43,17 @@ class Breaker:
     def allows(self, now: float) -> bool:
         """Whether a request may be sent. Says so of a half-open breaker until `sent` is called."""
         if self.state is State.CLOSED:
+            while self._failed_at and now - self._failed_at[0] > self.settings.window:
+                self._failed_at.popleft()
             return True
         if self.state is State.OPEN and now - self._opened_at >= self.settings.open:
             self.state, self._trial = State.HALF_OPEN, False
         return self.state is State.HALF_OPEN and not self._trial
+
+    @property
+    def doubt(self) -> int:
+        """Failures of late, as of the last `allows`, and no success since."""
+        return len(self._failed_at)
 
     def sent(self) -> None:
         if self.state is State.HALF_OPEN:

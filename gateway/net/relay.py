@@ -1,17 +1,15 @@
 """The data path: a backend's response body on its way to one client.
 
-From the commit on no coroutine runs for what passes. The upstream transport calls `data_received`; that takes one
-timestamp, writes to the client's transport, and shows the octets to the meter. The exchange's coroutine awaits `done`.
+From the commit on no coroutine runs for what passes. The connection takes one timestamp and calls `received`; that writes
+to the client's transport, and shows the octets to the meter. The exchange's coroutine awaits `done`.
 
 Back-pressure is two calls: the client's transport says `pause_writing` when more than its high watermark is buffered, and
 the upstream is not read until it says `resume_writing`. What is held for one client is therefore at most the high
 watermark and one read, which the upstream's receive buffer bounds.
 
-The usual event, one plain chunk that differs from one before it only in its text, is recognised by its length and its two
-ends: they hold its framing whole, so that it can pass at once; the meter is shown some dozens of them together, with the
-times at which they came (`settle`), since what is done many times in a row costs a fraction of what is done now and then.
-Everything else takes the careful path through a body reader, the meter's scanner, and where
-an option asks for it an edit of the stream.
+The usual event passes by itself (`net.lane`), and the meter is shown some dozens of them together (`settle`). Everything
+else takes the careful path through a body reader, the meter's scanner, and where an option asks for it an edit of the
+stream.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ if TYPE_CHECKING:
 
 _clock = time.monotonic
 _QUOTE, _BACKSLASH, _LF, _CR = b'"\\\n\r'
-USUAL_MOST = 64  # usual events that pass before the meter is shown them
-BEGINS_MOST = 256  # lengths of usual events that are told apart
+_BETWEEN, _AT_END = b"\0", b"\\\0"  # what parts texts that are looked at together; a backslash at the end of one
 
 
 class Edit(Protocol):
@@ -49,11 +46,11 @@ class Edit(Protocol):
     def end(self) -> list[bytes]: ...
 
 
-class Relay(asyncio.Protocol):
+class Relay:
     __slots__ = (
-        "_as_it_comes", "_attached", "_before", "_begins", "_edit", "_end", "_joined", "_learnt", "_paused", "_saw_end",
-        "_times", "_usual", "_write", "body_octets", "client", "connection", "done", "event_stream", "exchange", "framing",
-        "last", "meter", "observer", "reader", "said", "taken_at", "taken_left", "watch",
+        "_as_it_comes", "_attached", "_before", "_edit", "_joined", "_learnt", "_paused", "_write", "body_octets", "client",
+        "connection", "done", "event_stream", "exchange", "framing", "last", "meter", "observer", "reader", "said", "taken_at",
+        "taken_left", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -85,61 +82,56 @@ class Relay(asyncio.Protocol):
         self.watch: Watch | None = None
         self._attached = True  # the connection is ours
         self._before = b""  # our head, to be written with the body's first octets
-        # usual events: the shape that they were learnt from; by its length how one begins, and how all end; what has passed
-        self._learnt: tuple[bytes, bytes] | None = None
-        self._begins: dict[int, bytes] = {}
-        self._end = b""
-        self._usual: list[bytes] = []
-        self._times: list[float] = []
-        self._saw_end = connection.ended_well  # its end may have come with its head
+        self._learnt: tuple[bytes, bytes] | None = None  # the shape of usual events
         self._paused = False
         self.taken_at, self.taken_left = 0.0, 0  # the client's progress, while it holds us back
 
     # the upstream's side ----------------------------------------------------------------------------------------------
 
-    def data_received(self, data: bytes) -> None:
-        now = _clock()
-        begin = self._begins.get(len(data))
-        if begin is not None and data.startswith(begin) and data.endswith(self._end):
-            self._write(data)
-            times = self._times
-            times.append(now)
-            self._usual.append(data)
-            if len(times) == USUAL_MOST:
-                self.settle()
-            return
-        if self._times:
+    def received(self, data: bytes, now: float) -> None:
+        if self.connection.times:
             self.settle()
         self._careful(data, now)
 
     def settle(self) -> None:
         """Show the meter the usual events that have passed since it was last shown any."""
-        usual, times, meter = self._usual, self._times, self.meter
-        if not times:
+        lane, meter, shape = self.connection, self.meter, self._learnt
+        if not lane.times:
             return
-        assert meter is not None and self._learnt is not None
-        self._usual, self._times = [], []
+        assert meter is not None and shape is not None
+        texts, times = lane.take_passed()
         self.last = times[-1]
-        ahead, behind = len(self._learnt[0]), len(self._end)
-        starts = [data.find(b"\n") + 1 for data in usual]  # behind the size lines
-        self.body_octets += sum(map(len, usual)) - sum(starts) - 2 * len(usual)
-        texts = b"".join([data[start + ahead : -behind] for data, start in zip(usual, starts, strict=True)])
-        if not (_QUOTE in texts or _BACKSLASH in texts or _LF in texts or _CR in texts):
+        joined = _BETWEEN.join(texts)
+        self.body_octets += len(joined) - (len(texts) - 1) + len(texts) * (len(shape[0]) + len(shape[1]))
+        odd = _BACKSLASH in joined and (_AT_END in joined or joined.endswith(b"\\"))
+        if odd or _QUOTE in joined or _LF in joined or _CR in joined:
+            self._settle_one_by_one(meter, shape, texts, times)
+        else:
             meter.outputs(times)
-            return
-        # a text with a quote, a backslash or a line end may be more than a text
-        for data, start, now in zip(usual, starts, times, strict=True):
-            meter.feed(data[start:-2], now)
-        self._learn(meter, usual[-1])
+
+    def _settle_one_by_one(self, meter: Meter, shape: tuple[bytes, bytes], texts: list[bytes], times: list[float]) -> None:
+        """A text with a quote or a line end in it, or a backslash at its end, may be more than a text."""
+        seen = 0  # of them, by the meter
+        for place, text in enumerate(texts):
+            odd = _QUOTE in text or _LF in text or _CR in text or text.endswith(b"\\")
+            if odd or meter.shape is not shape:
+                if seen < place:
+                    meter.outputs(times[seen:place])
+                meter.feed(shape[0] + text + shape[1], times[place])
+                seen = place + 1
+        if seen < len(texts):
+            meter.outputs(times[seen:])
+        if meter.shape is not shape:
+            self.connection.close_lane()
+            self._learnt = None
 
     def _expect(self, data: bytes) -> None:
         """The next read of this length, if it is a usual event, can be told by its ends."""
-        meter, size = self.meter, len(data)
+        meter, size, lane = self.meter, len(data), self.connection
         assert meter is not None and meter.shape is not None
         begin = b"%x\r\n%b" % (size - data.find(b"\r\n") - 4, meter.shape[0])
-        fits = len(begin) + len(self._end) + meter.least <= size and data.startswith(begin) and data.endswith(self._end)
-        if fits and len(self._begins) < BEGINS_MOST:
-            self._begins[size] = begin
+        if len(begin) + len(lane.end) + meter.least <= size and data.startswith(begin) and data.endswith(lane.end):
+            lane.expect(begin, size)
 
     def _careful(self, data: bytes, now: float) -> None:
         if self.done.done():  # octets behind the end: the connection is not clean
@@ -192,31 +184,27 @@ class Relay(asyncio.Protocol):
         reader = self.reader
         passes = type(reader) is ChunkedReader and reader.between and self._as_it_comes and self.framing is Framing.CHUNKED
         if shape is None or not passes:
-            if self._begins:
-                self._begins = {}
+            self.connection.close_lane()
+            self._learnt = None
         else:
             if shape is not self._learnt:
-                self._learnt, self._begins, self._end = shape, {}, shape[1] + b"\r\n"
+                self._learnt = shape
+                self.connection.open_lane(shape[1] + b"\r\n", self._write)
             self._expect(data)
 
-    def pause_writing(self) -> None:
-        """The backend takes no more of an upload that is still under way."""
-        self.connection.pause_writing()
-
-    def resume_writing(self) -> None:
-        self.connection.resume_writing()
-
-    def eof_received(self) -> None:
-        self._saw_end = True
-
     def connection_lost(self, exc: Exception | None) -> None:
-        self.connection.connection_lost(exc)
         if self.done.done():
             return
-        if exc is None and self._saw_end and type(self.reader) is CloseReader:
+        self.settle()
+        if exc is None and self.connection.ended_well and type(self.reader) is CloseReader:
             self._close_delimited_end()
         else:
             self.fail(Ended(Outcome.UPSTREAM_RESET, "the backend's connection ended within the response"))
+
+    def pause_writing(self) -> None:
+        """The backend takes no more of an upload that is still under way: the upload's affair."""
+
+    def resume_writing(self) -> None: ...
 
     def begin(self, head: bytes, pending: bytes) -> None:
         """Write our head, at once, and together with what has come of the body already."""
@@ -235,7 +223,6 @@ class Relay(asyncio.Protocol):
 
     def already_ended(self) -> None:
         """The upstream's end had come before this relay took over."""
-        self._saw_end = self.connection.ended_well
         self.connection_lost(None)
 
     def _close_delimited_end(self) -> None:
@@ -250,7 +237,7 @@ class Relay(asyncio.Protocol):
             if self.exchange.first_output_written is None and self.meter.first_output is not None:
                 self.exchange.first_output_written = time.monotonic()
         self._flush()
-        self._begins = {}
+        self.connection.close_lane()
         if not self.done.done():
             self.done.set_result(None)
 
@@ -259,7 +246,7 @@ class Relay(asyncio.Protocol):
         if not self.done.done():
             self.settle()
             self._flush()
-            self._begins = {}
+            self.connection.close_lane()
             self.done.set_exception(failure)
             self.connection.drop()
 

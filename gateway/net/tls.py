@@ -230,14 +230,6 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             self._paused = False
             self._loop.call_soon(self._deliver)  # never out of the protocol's own call
 
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        return self._protocol
-
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        if self._serving:
-            assert isinstance(protocol, asyncio.Protocol)
-            self._protocol = protocol
-
     def get_write_buffer_size(self) -> int:
         return self._raw.get_write_buffer_size() if self._raw_open else 0
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gateway.net.upstream import Connection
 
 
-class Tunnel(asyncio.Protocol):
+class Tunnel:
     def __init__(self, exchange: Exchange, client: Downstream, connection: Connection, observer: Observer, timeouts: Timeouts):
         self.exchange, self.client, self.connection, self.observer = exchange, client, connection, observer
         self._timeouts = timeouts
@@ -39,7 +39,7 @@ class Tunnel(asyncio.Protocol):
         connection.transport.set_write_buffer_limits(high=high, low=high // 4)
         client.become_tunnel(self)
         if pending:
-            self.data_received(pending)
+            self.received(pending, time.monotonic())
         if connection.lost:
             self.connection_lost(None)
         timer = asyncio.get_running_loop().call_later(self._timeouts.idle, self._look)
@@ -66,17 +66,13 @@ class Tunnel(asyncio.Protocol):
 
     # from the backend
 
-    def data_received(self, data: bytes) -> None:
-        self._last = time.monotonic()
+    def received(self, data: bytes, now: float) -> None:
+        self._last = now
         self.body_octets += len(data)
         if self.client.transport is not None:
             self.client.transport.write(data)
 
-    def eof_received(self) -> None:
-        pass  # the transport closes, and connection_lost follows
-
     def connection_lost(self, exc: BaseException | None) -> None:
-        self.connection.connection_lost(None)
         if not self.done.done():
             self.done.set_result(None)
 

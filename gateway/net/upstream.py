@@ -1,7 +1,7 @@
 """Connections to backends: opening them, keeping them for reuse, and the wait for a response head.
 
 A `Connection` is an asyncio protocol that serves one request at a time. While it waits for the response head it parses
-it; from then on whoever relays the body is the transport's protocol (`hand_over`), until it gives the connection back
+it; from then on all that comes is told to whoever relays the body (`hand_over`), until it gives the connection back
 (`give_back`) or drops it. A connection is used again only when it is provably clean: the last message complete both
 ways, no octet behind it, not paused, not past its age, and quiet at the very moment of its reuse.
 """
@@ -14,12 +14,13 @@ import logging
 import socket
 import ssl
 import time
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from gateway.core.head import Malformed, ResponseHead, parse_response
 from gateway.core.headers import keeps_alive
 from gateway.errors import Refusal, UpstreamFailed
 from gateway.net import sockets, tls
+from gateway.net.lane import Lane
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +48,25 @@ class PoolSettings(NamedTuple):
     max_age: float = 300.0
 
 
-class Connection(asyncio.Protocol):
+class Receiver(Protocol):
+    """Whoever relays what follows a response head."""
+
+    def received(self, data: bytes, now: float) -> None:
+        """Octets, and when they were read."""
+
+    def connection_lost(self, exc: Exception | None) -> None: ...
+
+    def settle(self) -> None:
+        """Do what was put off."""
+
+    def pause_writing(self) -> None: ...
+
+    def resume_writing(self) -> None: ...
+
+
+class Connection(Lane):
     def __init__(self, pool: ConnectionPool, loop: asyncio.AbstractEventLoop):
+        super().__init__()
         self.pool, self._loop = pool, loop
         self.transport: asyncio.Transport = None  # type: ignore[assignment]  # set by connection_made, before any use
         self._quiet: sockets.Quiet | None = None
@@ -67,14 +85,18 @@ class Connection(asyncio.Protocol):
         self._reading_paused = False
         self._writing_paused = False
         self._drained: asyncio.Future[None] | None = None
+        # The transport's protocol stays this one: uvloop would stop and start reading for another, four system calls.
+        self._receiver: Receiver | None = None
 
     # asyncio's side ---------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
 
-    def data_received(self, data: bytes) -> None:
-        if self._head is None:  # idle: there is no request that this could answer
+    def unusual(self, data: bytes, now: float) -> None:
+        if self._receiver is not None:
+            self._receiver.received(data, now)
+        elif self._head is None:  # idle: there is no request that this could answer
             self.drop()
         elif self._head.done():
             self.pending += data
@@ -83,6 +105,10 @@ class Connection(asyncio.Protocol):
                 self.transport.pause_reading()
         else:
             self._head_octets(data)
+
+    def crowded(self) -> None:
+        assert self._receiver is not None
+        self._receiver.settle()
 
     def _head_octets(self, data: bytes) -> None:
         self._answered = True
@@ -127,12 +153,19 @@ class Connection(asyncio.Protocol):
             self._head.set_exception(failure)
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
+        if self._receiver is not None:
+            receiver, self._receiver = self._receiver, None
+            receiver.connection_lost(exc)
 
     def pause_writing(self) -> None:
         self._writing_paused = True
+        if self._receiver is not None:
+            self._receiver.pause_writing()
 
     def resume_writing(self) -> None:
         self._writing_paused = False
+        if self._receiver is not None:
+            self._receiver.resume_writing()
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
@@ -174,17 +207,16 @@ class Connection(asyncio.Protocol):
             self._head.set_exception(failure)
         self.drop()
 
-    def hand_over(self, protocol: asyncio.Protocol) -> None:
-        """From now on `protocol` is told what comes. What has come already is in `pending`."""
-        self.transport.set_protocol(protocol)
+    def hand_over(self, receiver: Receiver) -> None:
+        """From now on `receiver` is told what comes. What has come already is in `pending`."""
+        self._receiver = receiver
         if self._reading_paused:
             self._reading_paused = False
             self.transport.resume_reading()
 
     def give_back(self) -> None:
         """The exchange is over and left the connection clean: keep it for another one."""
-        self.transport.set_protocol(self)
-        self._head, self.pending = None, b""
+        self._receiver, self._head, self.pending = None, None, b""
         if self.lost or self.transport.is_closing():
             self.drop()
         else:

@@ -9,6 +9,7 @@ import pytest
 
 from gateway.core.backend import Backend
 from gateway.core.balancing import POLICIES
+from gateway.core.breaker import BreakerSettings
 from gateway.core.pool import Pool
 
 
@@ -99,3 +100,34 @@ def test_a_backend_that_comes_back_is_not_flooded(balance: str) -> None:
         count[lease.backend.name] += 1
         lease.release()
     assert max(count.values()) <= 12
+
+
+def test_a_backend_that_fails_at_once_draws_no_load_on_itself() -> None:
+    """The other one's exchanges stay in flight: by those alone the failing one would be picked nearly every time."""
+    patient = BreakerSettings(failures=100)
+    good, bad = (Backend(name, f"http://{name}", breaker=patient) for name in ("good", "bad"))
+    pool, picked = Pool([good, bad]), Counter[str]()
+    for turn in range(12):
+        lease = pool.pick(0.001 * turn)
+        assert lease
+        picked[lease.backend.name] += 1
+        if lease.backend is bad:
+            bad.breaker.failed(0.001 * turn)
+            lease.release()
+    assert picked == {"good": 6, "bad": 6}
+    bad.breaker.succeeded()
+    assert bad.breaker.doubt == 0
+
+
+def test_a_failure_is_forgotten_after_the_window() -> None:
+    good, bad = backends(1, 1)
+    pool = Pool([good, bad])
+    bad.breaker.failed(0.0)
+    for now, expected in ((1.0, {good.name: 4}), (31.0, {good.name: 2, bad.name: 2})):
+        picked = Counter[str]()
+        for _ in range(4):
+            lease = pool.pick(now)
+            assert lease
+            picked[lease.backend.name] += 1
+            lease.release()
+        assert picked == expected

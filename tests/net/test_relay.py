@@ -10,7 +10,9 @@ from gateway.core.exchange import Exchange
 from gateway.core.framing import LAST_CHUNK, ChunkedReader, frame
 from gateway.core.head import Framing
 from gateway.core.meter import Meter
-from gateway.net.relay import USUAL_MOST, Relay
+from gateway.net.lane import USUAL_MOST
+from gateway.net.relay import Relay
+from gateway.net.upstream import Connection
 from gateway.telemetry.histogram import B_TPOT
 from tests.support import script as s
 
@@ -28,17 +30,16 @@ class _Client:
         self.transport = _Transport()
 
 
-class _Connection:
-    lost, ended_well = False, False
-
-
 def _relay() -> tuple[Relay, _Transport, Meter]:
     client: Any = _Client()
-    connection: Any = _Connection()
+    pool: Any = None
+    connection = Connection(pool, asyncio.get_running_loop())
     observer: Any = None
     meter = Meter(chat, B_TPOT, True)
     exchange = Exchange("id", "127.0.0.1", "POST", "/v1/chat/completions", 0.0)
-    return Relay(exchange, client, connection, ChunkedReader(), Framing.CHUNKED, meter, observer), client.transport, meter
+    relay = Relay(exchange, client, connection, ChunkedReader(), Framing.CHUNKED, meter, observer)
+    connection.hand_over(relay)
+    return relay, client.transport, meter
 
 
 async def test_usual_events_pass_as_the_very_octets_and_are_all_counted() -> None:
@@ -46,9 +47,9 @@ async def test_usual_events_pass_as_the_very_octets_and_are_all_counted() -> Non
     relay, transport, meter = _relay()
     reads = [frame(s.delta(f"word{i:04d}")) for i in range(3 * USUAL_MOST + 5)]
     for read in reads:
-        relay.data_received(read)
+        relay.connection.data_received(read)
     assert all(a is b for a, b in zip(transport.written, reads, strict=True))
-    relay.data_received(b"".join(map(frame, s.FINISHED)) + LAST_CHUNK)
+    relay.connection.data_received(b"".join(map(frame, s.FINISHED)) + LAST_CHUNK)
     await asyncio.wait_for(asyncio.shield(relay.done), 1)
     # the chunk that ends the stream carries no text, and no role: by metrics.md 2.2 it is an output event too
     assert meter.events == len(reads) + 1
@@ -62,7 +63,7 @@ async def test_odd_texts_of_a_usual_length_are_decoded() -> None:
     words = ["aaaaaaaa", "bbbbbbbb", "cccccccc", 'd\\"eeeee', "ffffffff", "ggggg\\\\g"]
     reads = [frame(s.delta("aaaaaaaa").replace(b"aaaaaaaa", word.encode())) for word in words]
     for read in reads:
-        relay.data_received(read)
+        relay.connection.data_received(read)
     relay.settle()
     assert transport.written == reads
     assert meter.events == len(words)
@@ -72,10 +73,10 @@ async def test_nothing_passes_behind_the_end() -> None:
     """A TLS upstream can bring its records one by one: chunks of a usual length behind the last chunk are nobody's."""
     relay, transport, _ = _relay()
     for i in range(6):
-        relay.data_received(frame(s.delta(f"word{i}")))
-    relay.data_received(b"".join(map(frame, s.FINISHED)) + LAST_CHUNK)
+        relay.connection.data_received(frame(s.delta(f"word{i}")))
+    relay.connection.data_received(b"".join(map(frame, s.FINISHED)) + LAST_CHUNK)
     passed = len(transport.written)
-    relay.data_received(frame(s.delta("evil0")))
-    relay.data_received(b"HTTP/1.1 200 OK\r\n\r\n")
+    relay.connection.data_received(frame(s.delta("evil0")))
+    relay.connection.data_received(b"HTTP/1.1 200 OK\r\n\r\n")
     assert len(transport.written) == passed
     assert relay.reader.extra, "the connection would be taken for clean"

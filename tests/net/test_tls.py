@@ -661,34 +661,6 @@ def test_both_directions_at_once(run: Run[None], certificates: Certificates) -> 
 # What the protocol does -------------------------------------------------------------------------------------------
 
 
-def test_set_protocol_in_mid_stream(run: Run[None], certificates: Certificates) -> None:
-    def script(peer: Peer) -> None:
-        peer.send(PAYLOAD[:1_000_000])
-        peer.close_notify()
-
-    async def main() -> None:
-        first, second = Reader(8), Reader(9)
-
-        def change(data: bytes) -> None:
-            if first.got > 300_000:
-                first.random = None
-                second.transport = transport
-                transport.set_protocol(second)
-                assert transport.get_protocol() is second
-
-        first.on_data = change
-        transport = await dial(server.address, certificates.client_context(), first)
-        await second.end()
-        assert first.data + second.data == PAYLOAD[:1_000_000]
-        assert first.got <= 300_000 + 65536
-        assert (first.events, second.events) == (["made"], ["eof", "lost", None])
-        transport.set_protocol(first)  # as a pool does that is given a lost connection back
-        assert transport.get_protocol() is not first
-
-    with Server(server_context(certificates), script) as server:
-        run(main)
-
-
 @pytest.mark.parametrize("how", ["abort", "close"])
 @pytest.mark.parametrize("where", ["in data_received", "while paused", "while paused, behind the end"])
 def test_nothing_is_delivered_after(run: Run[None], certificates: Certificates, how: str, where: str) -> None:
