@@ -65,8 +65,6 @@ class Exchange:
 class Observer(Protocol):
     """What the data path tells of exchanges. It must not raise, and is called synchronously."""
 
-    def began(self, exchange: Exchange) -> None: ...
-
     def ended(self, exchange: Exchange) -> None: ...
 
     def paused(self, exchange: Exchange) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 
-from gateway.core.head import TCHAR, Framing, Malformed, RequestHead, parse_fields, parse_request
+from gateway.core.head import CHUNKED, CLOSE, LENGTH, TCHAR, Malformed, RequestHead, ResponseHead, parse_fields, parse_request
 from gateway.errors import Refusal
 
 SIZE_LINE = 4096  # octets: a size and its extensions; nginx allows about as much, and nobody sends any
@@ -42,13 +42,16 @@ class _At(enum.Enum):
     END = enum.auto()
 
 
+_SIZE, _DATA, _DATA_END, _TRAILERS, _END = _At  # see core.head
+
+
 class ChunkedReader:
     """Reads one chunked body. `feed` returns the pieces of its payload; `done` when the last chunk has come whole."""
 
     __slots__ = ("_at", "_held", "_left", "_passed_on", "done", "extra", "failure", "out")
 
     def __init__(self) -> None:
-        self._at = _At.SIZE
+        self._at = _SIZE
         self._left = 0  # octets of the chunk's data still to come; in DATA_END, of its CRLF
         self._held = b""  # of a line that is not whole yet
         self._passed_on = True  # the current chunk's size line went through as it came, so its rest must too
@@ -60,27 +63,27 @@ class ChunkedReader:
     @property
     def between(self) -> bool:
         """Between two chunks, with nothing held: the next octet begins a size line."""
-        return self._at is _At.SIZE and not self._held
+        return self._at is _SIZE and not self._held
 
     @property
     def at_boundary(self) -> bool:
         """Between two chunks as the receiver of `out` sees them: there a chunk of one's own may be written."""
-        return self._at is _At.SIZE or not self._passed_on
+        return self._at is _SIZE or not self._passed_on
 
     def feed(self, data: bytes) -> list[bytes]:
         """The payload in `data`, in pieces. Where it is malformed: up to there, and `failure` says why."""
         pieces: list[bytes] = []
         outs: list[bytes] = []
-        at = self._whole_frames(data, pieces) if self._at is _At.SIZE and not self._held else 0
+        at = self._whole_frames(data, pieces) if self._at is _SIZE and not self._held else 0
         if at == len(data):
             self.out = data
             return pieces
         if data.endswith(LAST_CHUNK) and at == len(data) - 5 and self.between:  # the usual end
-            self._at, self.done, self.out = _At.END, True, data
+            self._at, self.done, self.out = _END, True, data
             return pieces
         if at:
             outs.append(data[:at])
-        as_it_came = self._passed_on and not self._held and self._at is not _At.TRAILERS
+        as_it_came = self._passed_on and not self._held and self._at is not _TRAILERS
         try:
             as_it_came = self._slowly(data, at, pieces, outs) and as_it_came
         except Malformed as failure:
@@ -109,15 +112,15 @@ class ChunkedReader:
         """Take `data` from `at` on, state by state. Returns whether it may pass as it came. Raises Malformed."""
         plain, total = True, len(data)
         while at < total and not self.done:
-            if self._at is _At.DATA:
+            if self._at is _DATA:
                 piece = data[at : at + self._left]
                 pieces.append(piece)
                 outs.append(piece if self._passed_on else frame(piece))
                 at += len(piece)
                 self._left -= len(piece)
                 if not self._left:
-                    self._at, self._left = _At.DATA_END, 2
-            elif self._at is _At.DATA_END:
+                    self._at, self._left = _DATA_END, 2
+            elif self._at is _DATA_END:
                 if data[at] != (13, 10)[2 - self._left]:
                     raise Malformed("a chunk's data is not followed by CRLF")
                 if self._passed_on:
@@ -125,8 +128,8 @@ class ChunkedReader:
                 at += 1
                 self._left -= 1
                 if not self._left:
-                    self._at = _At.SIZE
-            elif self._at is _At.SIZE:
+                    self._at = _SIZE
+            elif self._at is _SIZE:
                 at = self._size_line(data, at, outs)
                 plain = plain and self._passed_on and not self._held
             else:
@@ -135,7 +138,7 @@ class ChunkedReader:
         if self.done:
             self.extra += data[at:]
             plain = plain and at == total
-        return plain and self._at is not _At.TRAILERS
+        return plain and self._at is not _TRAILERS
 
     def _size_line(self, data: bytes, at: int, outs: list[bytes]) -> int:
         end = data.find(b"\n", at)
@@ -149,11 +152,11 @@ class ChunkedReader:
         size, plain = read_size(line)
         self._passed_on, self._held = plain and not self._held, b""
         if size:
-            self._at, self._left = _At.DATA, size
+            self._at, self._left = _DATA, size
             if self._passed_on:
                 outs.append(line)
         else:
-            self._at = _At.TRAILERS  # the last chunk is passed on only once the whole of it has come
+            self._at = _TRAILERS  # the last chunk is passed on only once the whole of it has come
         return end + 1
 
     def _hold(self, rest: bytes, limit: int) -> None:
@@ -178,7 +181,7 @@ class ChunkedReader:
             return len(data), False
         whole = not self._held and end == 2
         taken, self._held = end - len(self._held), b""
-        self._at, self.done = _At.END, True
+        self._at, self.done = _END, True
         outs.append(LAST_CHUNK)
         return at + taken, whole
 
@@ -313,9 +316,9 @@ class RequestReader:
             head = parse_request(octets)
             self._last = octets, head
         self.busy = True
-        if head.framing is Framing.LENGTH:
+        if head.framing is LENGTH:
             self._left = head.length
-        elif head.framing is Framing.CHUNKED:
+        elif head.framing is CHUNKED:
             self._body = ChunkedReader()
         return head
 
@@ -403,3 +406,10 @@ class CloseReader:
 
 
 BodyReader = ChunkedReader | LengthReader | CloseReader
+
+
+def reader_of(head: ResponseHead) -> BodyReader:
+    """What reads the body behind a response's head."""
+    if head.framing is CHUNKED:
+        return ChunkedReader()
+    return CloseReader() if head.framing is CLOSE else LengthReader(head.length)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from gateway.core.head import FORWARDING, NOT_DOWNSTREAM, NOT_UPSTREAM, Framing, RequestHead, ResponseHead
+from gateway.core.head import CHUNKED, CLOSE, FORWARDING, NONE, NOT_DOWNSTREAM, NOT_UPSTREAM, Framing, RequestHead, ResponseHead
 
 VIA = b"1.1 tokenpipe"
 
@@ -22,6 +22,8 @@ _END_TO_END = frozenset(
     b"accept-encoding date set-cookie location retry-after cache-control www-authenticate via x-request-id "
     b"x-forwarded-for x-forwarded-proto x-forwarded-host forwarded".split()
 )
+_media_types: dict[bytes, bytes] = {}  # by the field's value: they are few, and come with every message
+_REMEMBERED_MOST, _REMEMBERED_LENGTH = 256, 160  # values, octets of one
 # What may stand in a log line, a URL and a header field alike; vLLM makes it a part of its own ids.
 _SANE_ID = re.compile(rb"[A-Za-z0-9._~:/+=@\-]{1,128}")
 
@@ -47,12 +49,21 @@ def options(named: dict[bytes, bytes], name: bytes) -> list[bytes]:
 
 def media_type(named: dict[bytes, bytes]) -> bytes:
     """The Content-Type without its parameters, in lower case; b"" without one."""
-    given = named.get(b"content-type")
-    return b"" if given is None else given.partition(b";")[0].strip(b" \t").lower()
+    given = named.get(b"content-type", b"")
+    known = _media_types.get(given)
+    if known is None:
+        known = given.partition(b";")[0].strip(b" \t").lower()
+        if len(given) <= _REMEMBERED_LENGTH:
+            if len(_media_types) >= _REMEMBERED_MOST:
+                _media_types.clear()
+            _media_types[given] = known
+    return known
 
 
 def keeps_alive(head: RequestHead | ResponseHead) -> bool:
     """Whether its sender lets the connection be used again (RFC 9112 section 9.3)."""
+    if b"connection" not in head.named:
+        return head.minor > 0
     given = options(head.named, b"connection")
     return b"close" not in given and (head.minor > 0 or b"keep-alive" in given)
 
@@ -62,7 +73,7 @@ def asks_for_websocket(head: RequestHead) -> bool:
         b"upgrade" in head.named
         and head.method == b"GET"
         and head.minor > 0
-        and head.framing is Framing.NONE
+        and head.framing is NONE
         and options(head.named, b"upgrade") == [b"websocket"]
         and b"upgrade" in options(head.named, b"connection")
     )
@@ -109,7 +120,7 @@ def upstream_head(
         lines.append(b"Authorization: Bearer " + credential)
     if length is None:
         lines.append(b"Transfer-Encoding: chunked")
-    elif length or b"content-length" in head.named or head.framing is Framing.CHUNKED:
+    elif length or b"content-length" in head.named or head.framing is CHUNKED:
         lines.append(b"Content-Length: %d" % length)
     if websocket:
         lines.append(b"Connection: Upgrade\r\nUpgrade: websocket")
@@ -138,23 +149,31 @@ def client_head(
 ) -> bytes:
     """The head of the response to the client. `framing` is that of the body on this hop; `connection` the Connection
     field's value, None for none."""
+    begin = head.begin or _begin(head)
+    if b"date" not in head.named:
+        begin += b"Date: %b\r\n" % date
+    if framing is CHUNKED:
+        own = b"X-Request-Id: %b\r\nTransfer-Encoding: chunked\r\n" % request_id
+    elif framing is not CLOSE and b"content-length" in head.named and head.status != 204 and head.status >= 200:
+        length = next(line for key, line, _, _ in head.fields if key == b"content-length")
+        own = b"%b\r\nX-Request-Id: %b\r\n" % (length, request_id)
+    else:
+        own = b"X-Request-Id: %b\r\n" % request_id
+    if upgrade:
+        own += b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
+    elif connection is not None:
+        own += b"Connection: %b\r\n" % connection
+    return b"%b%b\r\n" % (begin, own)
+
+
+def _begin(head: ResponseHead) -> bytes:
+    """The status line, and the fields that pass. Kept with the head: many streams of one engine get the same one."""
     lines = [b"HTTP/1.1 %d %b" % (head.status, head.reason)]
     named = _named_by_connection(head.named)
     lines += [line for key, line, _, known in head.fields if not known & NOT_DOWNSTREAM and key not in named]
-    sized = framing is Framing.LENGTH or framing is Framing.NONE
-    if sized and b"content-length" in head.named and head.status != 204 and head.status >= 200:
-        lines.append(next(line for key, line, _, _ in head.fields if key == b"content-length"))
-    if b"date" not in head.named:
-        lines.append(b"Date: " + date)
-    lines.append(b"X-Request-Id: " + request_id)
-    if framing is Framing.CHUNKED:
-        lines.append(b"Transfer-Encoding: chunked")
-    if upgrade:
-        lines.append(b"Connection: Upgrade\r\nUpgrade: websocket")
-    elif connection is not None:
-        lines.append(b"Connection: " + connection)
-    lines.append(b"\r\n")
-    return b"\r\n".join(lines)
+    lines.append(b"")
+    head.begin = b"\r\n".join(lines)
+    return head.begin
 
 
 def own_head(

@@ -70,13 +70,13 @@ class Inspector:
         ]
         self._decoder = msgspec.json.Decoder(msgspec.defstruct("Watched", watched, bases=(_Seen,), frozen=True))
         self._watched = [name for name, _, _ in watched]
+        self._strips = "strip" in self.fields.values()
+        self._splices = tokens.cap is not None or tokens.default is not None or inject_usage
         self._decoded = {"model", "stream"}.isdisjoint(self.fields)  # else the members are always looked for one by one
 
     def edits(self, path: bytes) -> bool:
         """Whether a body for `path` may have to be changed, and so must be held whole."""
-        if "strip" in self.fields.values():
-            return True
-        return path in LENGTH_MEMBERS and (self.tokens.cap is not None or self.tokens.default is not None or self.inject_usage)
+        return self._strips or (self._splices and path in LENGTH_MEMBERS)
 
     def read(self, body: bytes) -> Facts:
         """A whole body that needs no change. Raises Refusal where it is no JSON object, or holds a refused member."""

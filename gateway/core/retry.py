@@ -32,7 +32,8 @@ class Retries:
 
     def request(self) -> None:
         """One more first attempt has been made."""
-        self._credit = min(self._credit + self.settings.budget, RESERVE)
+        if self._credit < RESERVE:
+            self._credit = min(self._credit + self.settings.budget, RESERVE)
 
     def again(self, failure: UpstreamFailed, method: bytes, attempts: int, *, body_kept: bool) -> bool:
         """Whether to try once more after `attempts` attempts; takes from the budget. `body_kept`: it can be sent again."""

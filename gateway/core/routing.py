@@ -130,7 +130,7 @@ class Paths:
 
     def served(self, path: bytes) -> bool:
         bare = _PARAMETERS.sub(b"", path) if b";" in path else path  # a backend may route without them
-        if bare in self._denied or bare.startswith(self._denied_below):
+        if bare in self._denied or bare.rstrip(b"/") in self._denied or bare.startswith(self._denied_below):
             return False
         return path in self._exact or path.startswith(self._below)
 

@@ -19,7 +19,7 @@ METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OP
 
 def refuse(call: Call, refusal: Refusal, draining: bool) -> bool:
     """Answer with the refusal's status, in the caller's dialect. Returns whether the connection can go on."""
-    exchange, client, head = call.exchange, call.request.client, call.request.head
+    exchange, client, head = call.exchange, call.client, call.request.head
     ruling = refusal.ruling
     if exchange.committed:  # by a fault of ours: nothing but the end is left
         exchange.end(Outcome.INTERNAL, time.monotonic(), refusal.code)
@@ -33,7 +33,7 @@ def refuse(call: Call, refusal: Refusal, draining: bool) -> bool:
     octets = headers.own_head(
         ruling.status,
         http.HTTPStatus(ruling.status).phrase.encode(),
-        request_id=exchange.request_id.encode(),
+        request_id=call.request_id,
         date=http_date(),
         length=len(body),
         code=refusal.code.encode(),
@@ -53,7 +53,7 @@ def answer(call: Call, head: RequestHead, page: Local, draining: bool) -> bool:
     octets = headers.own_head(
         page.status,
         b"OK",
-        request_id=exchange.request_id.encode(),
+        request_id=call.request_id,
         date=http_date(),
         length=len(page.body),
         connection=connection_field(head, keep_alive),
@@ -66,14 +66,14 @@ def answer(call: Call, head: RequestHead, page: Local, draining: bool) -> bool:
 
 def can_go_on(call: Call, head: RequestHead, draining: bool) -> bool:
     """Whether another request may follow on the client's connection."""
-    reader = call.request.client.reader
-    crowded = call.request.client.server.crowded
+    reader = call.client.reader
+    crowded = call.client.server.crowded
     return not draining and not crowded and not reader.in_body and headers.keeps_alive(head)
 
 
 def cut(call: Call, ended: Ended) -> None:
     """The response had begun and will not be whole: end the client's connection so that it can tell."""
-    exchange, client, relay = call.exchange, call.request.client, call.relay
+    exchange, client, relay = call.exchange, call.client, call.relay
     exchange.end(ended.outcome, time.monotonic(), ended.code)
     if client.transport is None:
         return

@@ -17,7 +17,7 @@ from gateway.net.downstream import Request
 from gateway.net.relay import Relay
 from gateway.net.tunnel import Tunnel
 from gateway.net.upstream import Connection, ConnectionPool
-from gateway.net.watch import Timeouts, Watch
+from gateway.net.watch import NEVER, Timeouts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,25 +56,22 @@ class Upload:
 
 
 class Call:
-    """What one exchange holds, and what can end it from outside."""
+    """What one exchange holds, and what can end it from outside. Attributes stand at what the class says until they come."""
 
-    __slots__ = (
-        "connection", "connections", "exchange", "interrupted", "lease", "policy", "relay", "request", "route", "slot", "task",
-        "upload", "usage_asked", "watch",
-    )  # fmt: skip
+    route: Route | None = None
+    interrupted: Ended | None = None
+    slot = False  # of the admission
+    usage_asked = False  # by the gateway, not by the client
+    lease: Lease | None = None
+    connections: ConnectionPool | None = None  # of the leased backend, as it was when the lease was taken
+    connection: Connection | None = None
+    look_at = NEVER  # when its deadlines are next to be looked at
+    upload: asyncio.Task[None] | None = None
+    relay: Relay | Tunnel | None = None
 
-    def __init__(self, exchange: Exchange, request: Request, policy: Policy):
-        self.exchange, self.request, self.policy = exchange, request, policy
-        self.route: Route | None = None
-        self.task = asyncio.current_task()
-        self.interrupted: Ended | None = None
-        self.slot = self.usage_asked = False
-        self.lease: Lease | None = None
-        self.connections: ConnectionPool | None = None  # of the leased backend, as it was when the lease was taken
-        self.connection: Connection | None = None
-        self.relay: Relay | Tunnel | None = None
-        self.watch: Watch | None = None
-        self.upload: asyncio.Task[None] | None = None
+    def __init__(self, exchange: Exchange, request_id: bytes, request: Request, policy: Policy):
+        self.exchange, self.request_id, self.request, self.policy = exchange, request_id, request, policy
+        self.client, self.task = request.client, request.client.task
 
     @property
     def dialect(self) -> Dialect:
@@ -92,6 +89,6 @@ class Call:
 
     def write(self, octets: bytes) -> None:
         """To the client, if it is still there."""
-        transport = self.request.client.transport
+        transport = self.client.transport
         if transport is not None:
             transport.write(octets)

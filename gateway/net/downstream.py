@@ -131,6 +131,7 @@ class Downstream(RequestHandler):
         "_settings",
         "_watch_left",
         "_who",
+        "address",
         "call",
         "gone_at",
         "opened",
@@ -156,6 +157,7 @@ class Downstream(RequestHandler):
         self._settings, self.server = settings, server
         self.reader = RequestReader(settings.request_head)
         self.peer = Peer(b"unknown", server.scheme)
+        self.address = "unknown"
         self.sock: socket.socket | None = None
         self.source: Held | None = None  # what is being written to this client, to be held back when it is slow
         self.tunnel: Tunnel | None = None  # set once the connection has become a tunnel
@@ -182,7 +184,8 @@ class Downstream(RequestHandler):
         transport.set_write_buffer_limits(high=high, low=high // 4)  # type: ignore[attr-defined]
         name = transport.get_extra_info("peername")
         if isinstance(name, tuple):
-            self.peer = Peer(name[0].encode(), self.server.scheme)
+            self.address = name[0]
+            self.peer = Peer(self.address.encode(), self.server.scheme)
         self._arm_header_timer()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -384,6 +387,15 @@ class Downstream(RequestHandler):
         return self._who[1]
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    @property
+    def task(self) -> asyncio.Task[None] | None:
+        """What serves this connection."""
+        return self._task_handler
+
+    @property
     def idle(self) -> bool:
         """No request in hand, and none begun."""
         return not self.reader.busy and not self.reader.begun and not self._messages and self.tunnel is None
@@ -420,6 +432,16 @@ class Downstream(RequestHandler):
             self._flushed.set_result(None)
         if self.source is not None:
             self.source.resume()
+
+    @property
+    def keeps_up(self) -> bool:
+        """It has taken most of the answers that it was given, and its connection goes on."""
+        transport = self.transport
+        return (
+            transport is not None
+            and transport.get_write_buffer_size() <= self._settings.write_buffer
+            and not transport.is_closing()
+        )
 
     @property
     def buffered(self) -> int:

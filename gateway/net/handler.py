@@ -25,8 +25,8 @@ from gateway.core.admission import Admission
 from gateway.core.backend import Backend, Lease
 from gateway.core.edits import UsageStripper
 from gateway.core.exchange import Exchange, Observer
-from gateway.core.framing import ChunkedReader, CloseReader, LengthReader
-from gateway.core.head import Framing, RequestHead, ResponseHead
+from gateway.core.framing import CloseReader, reader_of
+from gateway.core.head import CHUNKED, CLOSE, LENGTH, NONE, RequestHead, ResponseHead
 from gateway.core.meter import Meter
 from gateway.core.outcome import BACKEND_FAILURES, Outcome, Phase
 from gateway.core.pool import Pool
@@ -41,9 +41,13 @@ from gateway.net.relay import Relay
 from gateway.net.tasks import Tasks
 from gateway.net.tunnel import Tunnel
 from gateway.net.upstream import Connection, ConnectionPool
-from gateway.net.watch import Watch, Watches
+from gateway.net.watch import NEVER, Watch
 
 log = logging.getLogger(__name__)
+
+# Looked up once: see core.head.
+_CONNECT, _WAIT, _FIRST_TOKEN, _DONE = Phase.CONNECT, Phase.WAIT, Phase.FIRST_TOKEN, Phase.DONE
+_COMPLETE = Outcome.COMPLETE
 
 
 class Gateway:
@@ -69,8 +73,8 @@ class Gateway:
         self.live: dict[int, Call] = {}
         self._edges = edges  # of the histogram of gaps, which each stream fills by itself
         self._tasks = Tasks()
-        self._watches = Watches()
-        self._prefix, self._count = random.getrandbits(96), 0
+        self._watch = Watch(self.live, self._expired)
+        self._prefix, self._count = b"%024x" % random.getrandbits(96), 0
 
     # the life of a request --------------------------------------------------------------------------------------------
 
@@ -78,9 +82,13 @@ class Gateway:
         """Serve one request; returns whether its connection goes on. Every way out records exactly one outcome."""
         head = request.head
         if head is not None and head.target == b"/health" and head.method in (b"GET", b"HEAD"):
-            return self._health(request, head) and await self._goes_on(request.client)
+            client = request.client
+            goes_on = self._health(client, head) and (client.keeps_up or await self._catches_up(client))
+            if goes_on:
+                client.answered()
+            return goes_on
         call = self._open(request)
-        exchange, client = call.exchange, request.client
+        exchange, client = call.exchange, call.client
         keep_alive = False
         try:
             head, route = self._accept(call)
@@ -123,40 +131,36 @@ class Gateway:
             self._close(call)
         if client.transport is None:
             return False
-        if keep_alive and not self.draining and await self._goes_on(client):
+        if keep_alive and not self.draining and (client.keeps_up or await self._catches_up(client)):
+            client.answered()
             return True
         if exchange.outcome is Outcome.REFUSED or client.reader.in_body:
             await client.linger()
         return False
 
-    async def _goes_on(self, client: Downstream) -> bool:
-        """Take up the client's next request, once it has taken most of the answers that it was given."""
-        if client.buffered > client.buffer_limit:
-            try:
-                async with asyncio.timeout(self.policy.timeouts.client_write):
-                    await client.flushed()
-            except TimeoutError:
-                client.cut(reset=True)
-        if client.transport is None or client.transport.is_closing():
-            return False
-        client.answered()
-        return True
+    async def _catches_up(self, client: Downstream) -> bool:
+        """Let the client take most of the answers that it was given. Returns whether its connection goes on."""
+        try:
+            async with asyncio.timeout(self.policy.timeouts.client_write):
+                await client.flushed()
+        except TimeoutError:
+            client.cut(reset=True)
+        return client.transport is not None and not client.transport.is_closing()
 
     def _open(self, request: Request) -> Call:
         head, client = request.head, request.client
+        request_id = self._request_id(head)
         method = head.method.decode() if head is not None else ""
-        exchange = Exchange(self._request_id(head).decode(), client.peer.address.decode(), method, "", request.accepted)
-        call = Call(exchange, request, self.policy)
+        exchange = Exchange(request_id.decode(), client.address, method, "", request.accepted)
+        call = client.call = Call(exchange, request_id, request, self.policy)
         self.live[id(call)] = call
-        client.call = call
-        self.observer.began(exchange)
         return call
 
     def _request_id(self, head: RequestHead | None) -> bytes:
         given = headers.request_id(head) if head is not None and b"x-request-id" in head.named else None
         if given is None:
             self._count += 1
-            given = b"%024x%08x" % (self._prefix, self._count & 0xFFFFFFFF)
+            given = self._prefix + b"%08x" % (self._count & 0xFFFFFFFF)
         return given
 
     # ACCEPT -----------------------------------------------------------------------------------------------------------
@@ -256,21 +260,21 @@ class Gateway:
         connections = call.connections
         assert connections is not None
         exchange, policy, origin = call.exchange, call.policy, connections.origin
-        exchange.phase, exchange.connect_began = Phase.CONNECT, time.monotonic()
+        exchange.phase, exchange.connect_began = _CONNECT, time.monotonic()
         connection = None if fresh else connections.take()
         self.observer.connection(origin.name, reused=connection is not None)
         if connection is None:
             connection = await self._connect(call, connections, policy.timeouts.connect)
         call.connection = connection
-        exchange.phase = Phase.WAIT
+        exchange.phase = _WAIT
         now = exchange.sent = exchange.connected = time.monotonic()
         host = head.named.get(b"host", b"") if route.authority is None else route.authority
         octets = headers.upstream_head(
             head,
             route.target,
             host=origin.host_field,
-            request_id=exchange.request_id.encode(),
-            forwarding=call.request.client.forwarding(host) if policy.forwarded else None,
+            request_id=call.request_id,
+            forwarding=call.client.forwarding(host) if policy.forwarded else None,
             length=upload.length,
             credential=origin.credential,
             websocket=headers.asks_for_websocket(head),
@@ -280,8 +284,7 @@ class Gateway:
         else:
             answer = connection.send(octets + body.framed(upload, upload.held), head.method)
             call.upload = self._tasks.spawn(body.send_rest(call, connection, upload), "upload")
-        call.watch = Watch(exchange, policy.timeouts, policy.step, policy.comment, now, lambda what: self._expired(call, what))
-        self._watches.add(call.watch, policy.step)
+        self._watch.begin(call, now)
         response = await answer
         exchange.head_received = time.monotonic()
         return response
@@ -310,9 +313,7 @@ class Gateway:
 
     def _let_go(self, call: Call) -> None:
         """End whatever is under way with the backend."""
-        if call.watch is not None:
-            self._watches.remove(call.watch)
-            call.watch = None
+        call.look_at = NEVER
         if call.upload is not None:
             call.upload.cancel()
         if call.connection is not None:
@@ -325,7 +326,7 @@ class Gateway:
         if call.relay is not None:
             ended = Ended(outcome)
             call.relay.fail(ended)
-            call.request.client.give_up_flushing(ended)
+            call.client.give_up_flushing(ended)
         elif call.connection is not None:
             if outcome is Outcome.TIMEOUT_TOTAL:
                 assert timeouts.total is not None
@@ -338,41 +339,30 @@ class Gateway:
 
     def _commit(self, call: Call, head: RequestHead, response: ResponseHead) -> bool:
         """Write our head, and make the relay. Returns whether the client's connection can go on afterwards."""
-        exchange, client, connection = call.exchange, call.request.client, call.connection
+        exchange, client, connection = call.exchange, call.client, call.connection
         assert connection is not None and client.transport is not None
         keep_alive = answers.can_go_on(call, head, self.draining)
-        framing = response.framing
-        if framing is Framing.CHUNKED or framing is Framing.CLOSE:
-            framing = Framing.CHUNKED if head.minor else Framing.CLOSE
-            keep_alive = keep_alive and framing is Framing.CHUNKED
-        meter = self._meter(call, response)
+        meter = exchange.meter = self._meter(call, response)
         edit = UsageStripper() if call.usage_asked and meter is not None and meter.streamed else None
-        if edit is not None and framing is Framing.LENGTH:
-            framing = Framing.CHUNKED if head.minor else Framing.CLOSE
-            keep_alive = keep_alive and head.minor > 0
-        reader: ChunkedReader | LengthReader | CloseReader
-        if response.framing is Framing.CHUNKED:
-            reader = ChunkedReader()
-        elif response.framing is Framing.CLOSE:
-            reader = CloseReader()
-        else:
-            reader = LengthReader(response.length)
-        exchange.status, exchange.committed, exchange.phase = response.status, True, Phase.FIRST_TOKEN
+        framing = response.framing
+        if framing is CHUNKED or framing is CLOSE or (framing is LENGTH and edit is not None):
+            framing = CHUNKED if head.minor else CLOSE
+            keep_alive = keep_alive and framing is CHUNKED
+        exchange.status, exchange.committed, exchange.phase = response.status, True, _FIRST_TOKEN
+        now = exchange.head_received
+        assert now is not None
         relay = call.relay = Relay(
-            exchange, client, connection, reader, framing, meter, self.observer, edit, call.policy.coalesce
+            exchange, client, connection, reader_of(response), framing, meter, self.observer, now, edit, call.policy.coalesce
         )
-        exchange.meter = meter
+        relay.event_stream = headers.media_type(response.named) == b"text/event-stream"
         octets = headers.client_head(
             response,
-            request_id=exchange.request_id.encode(),
+            request_id=call.request_id,
             date=http_date(),
             framing=framing,
             connection=answers.connection_field(head, keep_alive),
         )
         client.source = relay
-        relay.event_stream = headers.media_type(response.named) == b"text/event-stream"
-        if call.watch is not None:
-            call.watch.relay, relay.watch = relay, call.watch
         pending = connection.pending
         connection.hand_over(relay)
         relay.begin(octets, pending)
@@ -383,7 +373,7 @@ class Gateway:
     def _meter(self, call: Call, response: ResponseHead) -> Meter | None:
         """Who watches this body: nobody, unless it is a 2xx in a dialect that is known, and not coded."""
         route, named = call.route, response.named
-        if route is None or route.dialect is None or response.framing is Framing.NONE or not 200 <= response.status < 300:
+        if route is None or route.dialect is None or response.framing is NONE or not 200 <= response.status < 300:
             return None
         if named.get(b"content-encoding", b"identity").lower() != b"identity":
             return None
@@ -396,10 +386,10 @@ class Gateway:
 
     async def _relay(self, call: Call) -> None:
         """Wait for the body's end, and for the client to take it. Raises Ended."""
-        exchange, client, relay, connection = call.exchange, call.request.client, call.relay, call.connection
+        exchange, client, relay, connection = call.exchange, call.client, call.relay, call.connection
         assert isinstance(relay, Relay) and connection is not None
         await relay.done
-        exchange.phase = Phase.DONE
+        exchange.phase = _DONE
         relay.let_go()
         self._keep_or_drop(call, connection)
         if client.buffered:
@@ -407,7 +397,7 @@ class Gateway:
             await client.flushed()
         if client.transport is None:
             raise asyncio.CancelledError
-        outcome = Outcome.COMPLETE
+        outcome = _COMPLETE
         if exchange.status is not None and exchange.status >= 400:
             outcome = Outcome.UPSTREAM_STATUS
         elif relay.meter is not None:
@@ -426,20 +416,18 @@ class Gateway:
 
     async def _tunnel(self, call: Call, head: RequestHead, response: ResponseHead) -> None:
         """The backend has agreed to speak WebSocket: from now on octets pass both ways as they come."""
-        exchange, client, connection = call.exchange, call.request.client, call.connection
+        exchange, client, connection = call.exchange, call.client, call.connection
         assert connection is not None
         if not headers.asks_for_websocket(head):
             raise UpstreamFailed("upstream_malformed", "the backend switched protocols, which nobody had asked for")
-        if call.watch is not None:
-            self._watches.remove(call.watch)
-            call.watch = None
+        call.look_at = NEVER
         exchange.status, exchange.committed, exchange.phase = 101, True, Phase.STREAM
         call.write(
             headers.client_head(
                 response,
-                request_id=exchange.request_id.encode(),
+                request_id=call.request_id,
                 date=http_date(),
-                framing=Framing.NONE,
+                framing=NONE,
                 connection=None,
                 upgrade=True,
             ),
@@ -447,7 +435,7 @@ class Gateway:
         tunnel = Tunnel(exchange, client, connection, self.observer, call.policy.timeouts)
         call.relay = tunnel
         await tunnel.run()
-        exchange.end(Outcome.COMPLETE, time.monotonic())
+        exchange.end(_COMPLETE, time.monotonic())
 
     # how it ends ------------------------------------------------------------------------------------------------------
 
@@ -460,7 +448,7 @@ class Gateway:
 
     def gone(self, call: Call) -> None:
         """The client has left: the engine is told at once, whatever the coroutine is waiting for."""
-        exchange, client = call.exchange, call.request.client
+        exchange, client = call.exchange, call.client
         gone = client.gone_at or time.monotonic()
         if call.interrupted is None:
             exchange.end(Outcome.CLIENT_GONE, gone)
@@ -472,7 +460,7 @@ class Gateway:
         """Give everything back, synchronously and once; then tell whoever observes."""
         exchange, relay = call.exchange, call.relay
         del self.live[id(call)]
-        call.request.client.call = None
+        call.client.call = None
         self._let_go(call)
         if relay is not None:
             relay.close()
@@ -495,6 +483,8 @@ class Gateway:
         """What the whole exchange says of its backend. Attempts that failed have been judged before."""
         if not exchange.committed:
             backend.breaker.neither()
+        elif exchange.outcome is _COMPLETE:
+            backend.breaker.succeeded()
         elif exchange.outcome in BACKEND_FAILURES:
             backend.breaker.failed(time.monotonic())
             assert exchange.outcome is not None
@@ -506,9 +496,8 @@ class Gateway:
 
     # the gateway's own page -------------------------------------------------------------------------------------------
 
-    def _health(self, request: Request, head: RequestHead) -> bool:
+    def _health(self, client: Downstream, head: RequestHead) -> bool:
         """Constant work, no backend asked, no exchange counted: load balancers ask this every second."""
-        client = request.client
         well = self.pool.routable and not self.draining
         keep_alive = headers.keeps_alive(head) and not client.reader.in_body and not self.draining
         if client.transport is not None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 from gateway.core import framing
 from gateway.core.exchange import Exchange, Observer
 from gateway.core.framing import BodyReader, ChunkedReader, CloseReader, LengthReader
-from gateway.core.head import Framing
+from gateway.core.head import CHUNKED, Framing
 from gateway.core.meter import Meter
 from gateway.core.outcome import Outcome, Phase
 from gateway.errors import Ended
@@ -31,9 +31,9 @@ from gateway.net.coalesce import Coalescer
 if TYPE_CHECKING:
     from gateway.net.downstream import Downstream
     from gateway.net.upstream import Connection
-    from gateway.net.watch import Watch
 
 _clock = time.monotonic
+_STREAM = Phase.STREAM
 _QUOTE, _BACKSLASH, _LF, _CR = b'"\\\n\r'
 _BETWEEN, _AT_END = b"\0", b"\\\0"  # what parts texts that are looked at together; a backslash at the end of one
 
@@ -48,9 +48,9 @@ class Edit(Protocol):
 
 class Relay:
     __slots__ = (
-        "_as_it_comes", "_attached", "_before", "_edit", "_joined", "_learnt", "_paused", "_write", "body_octets", "client",
-        "connection", "done", "event_stream", "exchange", "framing", "last", "meter", "observer", "reader", "said", "taken_at",
-        "taken_left", "watch",
+        "_as_it_comes", "_attached", "_before", "_edit", "_joined", "_learnt", "_write", "body_octets", "client", "connection",
+        "done", "event_stream", "exchange", "framing", "last", "meter", "observer", "paused", "reader", "said", "taken_at",
+        "taken_left",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +62,7 @@ class Relay:
         to_client: Framing,
         meter: Meter | None,
         observer: Observer,
+        now: float,
         edit: Edit | None = None,
         coalesce: tuple[float, int] | None = None,
     ):
@@ -72,18 +73,17 @@ class Relay:
         self._joined: Coalescer | None = None
         if coalesce is not None:
             self._write = self._joined = Coalescer(client.transport.write, *coalesce)
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[None] = client.loop.create_future()
         self.body_octets = 0
-        self.last = time.monotonic()  # when the upstream last sent anything
+        self.last = now  # when the upstream last sent anything
         self.said = 0.0  # when a comment of ours was last put in
         # the reader's own output is what the client gets: nothing is edited, and both sides have the same framing
-        self._as_it_comes = edit is None and (to_client is Framing.CHUNKED or type(reader) is LengthReader)
+        self._as_it_comes = edit is None and (to_client is CHUNKED or type(reader) is LengthReader)
         self.event_stream = False  # by its Content-Type, so that an event or a comment may be put in
-        self.watch: Watch | None = None
         self._attached = True  # the connection is ours
         self._before = b""  # our head, to be written with the body's first octets
         self._learnt: tuple[bytes, bytes] | None = None  # the shape of usual events
-        self._paused = False
+        self.paused = False
         self.taken_at, self.taken_left = 0.0, 0  # the client's progress, while it holds us back
 
     # the upstream's side ----------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Relay:
             pieces = self._edit.feed(pieces)
             if self.reader.done:
                 pieces += self._edit.end()
-        if self.framing is not Framing.CHUNKED:
+        if self.framing is not CHUNKED:
             return b"".join(pieces)
         framed = b"".join([framing.frame(piece) for piece in pieces if piece])
         return framed + framing.LAST_CHUNK if self.reader.done else framed
@@ -179,10 +179,10 @@ class Relay:
         exchange = self.exchange
         if exchange.first_output_written is None and meter.first_output is not None:
             exchange.first_output_written = time.monotonic()
-            exchange.phase = Phase.STREAM
+            exchange.phase = _STREAM
         shape = meter.shape
         reader = self.reader
-        passes = type(reader) is ChunkedReader and reader.between and self._as_it_comes and self.framing is Framing.CHUNKED
+        passes = type(reader) is ChunkedReader and reader.between and self._as_it_comes and self.framing is CHUNKED
         if shape is None or not passes:
             self.connection.close_lane()
             self._learnt = None
@@ -227,7 +227,7 @@ class Relay:
 
     def _close_delimited_end(self) -> None:
         self.reader.done = True
-        if self.framing is Framing.CHUNKED:
+        if self.framing is CHUNKED:
             self._write(self._encoded([]) if self._edit is not None else framing.LAST_CHUNK)
         self._finish()
 
@@ -253,21 +253,19 @@ class Relay:
     # the client's side ------------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        if self._paused:
+        if self.paused:
             return
-        self._paused = True
+        self.paused = True
         self.exchange.paused_at = self.taken_at = time.monotonic()
         self.taken_left = self.client.outstanding
         self.observer.paused(self.exchange)
-        if self.watch is not None:
-            self.watch.look_soon(self.taken_at)
         if not self.done.done() and not self.connection.lost:
             self.connection.transport.pause_reading()
 
     def resume(self) -> None:
-        if not self._paused:
+        if not self.paused:
             return
-        self._paused = False
+        self.paused = False
         exchange = self.exchange
         now = self.last = time.monotonic()  # silence that we ordered ourselves is not the upstream's
         seconds = now - exchange.paused_at if exchange.paused_at is not None else 0.0
@@ -281,19 +279,14 @@ class Relay:
         """The connection is no longer ours: whatever the client does from now on, it is none of its business."""
         if self._attached:
             self._attached = False
-            if self._paused and not self.connection.lost:
+            if self.paused and not self.connection.lost:
                 self.connection.transport.resume_reading()
 
     def close(self) -> None:
         """The exchange is over, however it went."""
         self.let_go()
-        if self._paused:
+        if self.paused:
             self.resume()
-        self.watch = None  # or the two would hold each other until the collector comes
-
-    @property
-    def paused(self) -> bool:
-        return self._paused
 
     def taken_since(self, now: float) -> float:
         """When the client last took anything, as far as can be told at `now`."""
@@ -307,7 +300,7 @@ class Relay:
         self.settle()
         if (
             not self.event_stream
-            or self.framing is not Framing.CHUNKED
+            or self.framing is not CHUNKED
             or not self.reader.at_boundary
             or self.meter is None
             or not self.meter.at_boundary

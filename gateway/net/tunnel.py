@@ -28,7 +28,7 @@ class Tunnel:
         self.body_octets = 0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._last = time.monotonic()
-        self._paused = False
+        self.paused = False
 
     async def run(self) -> None:
         """Pass everything until one side ends. Raises Ended."""
@@ -57,7 +57,7 @@ class Tunnel:
         if silent >= self._timeouts.idle:
             self.fail(
                 Ended(
-                    Outcome.CLIENT_STALLED if self._paused else Outcome.TIMEOUT_IDLE,
+                    Outcome.CLIENT_STALLED if self.paused else Outcome.TIMEOUT_IDLE,
                     "the WebSocket was silent (timeouts.idle)",
                 )
             )
@@ -91,14 +91,14 @@ class Tunnel:
         self.connection.write(data)
 
     def pause(self) -> None:
-        self._paused = True
+        self.paused = True
         self.exchange.paused_at = time.monotonic()
         self.observer.paused(self.exchange)
         if not self.connection.lost:
             self.connection.transport.pause_reading()
 
     def resume(self) -> None:
-        self._paused = False
+        self.paused = False
         now = self._last = time.monotonic()
         seconds = now - (self.exchange.paused_at or now)
         self.exchange.paused_at = None
@@ -111,7 +111,7 @@ class Tunnel:
         """As a relay's: nothing is put off here."""
 
     def close(self) -> None:
-        if self._paused:
+        if self.paused:
             self.resume()
 
     def fail(self, failure: BaseException) -> None:

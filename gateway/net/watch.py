@@ -8,15 +8,19 @@ deadline is never early, and late by one interval at most.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
-from gateway.core.exchange import Exchange
 from gateway.core.outcome import Outcome, Phase
 from gateway.net.relay import Relay
 
+if TYPE_CHECKING:
+    from gateway.net.call import Call
+
 TICK_MOST, TICK_LEAST = 1.0, 0.01  # seconds between looks
+NEVER = math.inf
 
 
 class Timeouts(NamedTuple):
@@ -38,102 +42,81 @@ class Timeouts(NamedTuple):
 
 
 class Watch:
-    """One exchange's deadlines. `look_at`: when to look at it next."""
+    """Looks at all exchanges under way. `expired` is told of a deadline that has passed."""
 
-    __slots__ = ("_comment", "_exchange", "_expire", "_step", "_timeouts", "look_at", "relay")
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        timeouts: Timeouts,
-        step: float,
-        comment: float | None,
-        now: float,
-        expire: Callable[[Outcome], None],
-    ):
-        self._exchange, self._timeouts, self._step, self._comment, self._expire = (
-            exchange,
-            timeouts,
-            step,
-            comment,
-            expire,
-        )
-        self.relay: Relay | None = None
-        self.look_at = now + step
-        if timeouts.total is not None:
-            self.look_at = min(self.look_at, exchange.accepted + timeouts.total)
-
-    def look(self, now: float) -> None:
-        if self.relay is not None:
-            self.relay.settle()
-        deadline, outcome = min(self._deadlines(now))
-        if deadline <= now:
-            self._expire(outcome)
-            return
-        self.look_at = min(deadline, now + self._step)
-        if self.relay is not None and (self.relay.paused or self._exchange.phase is Phase.DONE):
-            self.look_soon(now)
-        if self._comment is not None and self.relay is not None:
-            self.look_at = min(self.look_at, self._say_something(self.relay, now, self._comment))
-
-    def look_soon(self, now: float) -> None:
-        """The client holds us back: whether it takes anything is only seen by looking, and often enough to tell when."""
-        self.look_at = min(self.look_at, now + self._timeouts.client_write / 8)
-
-    def _deadlines(self, now: float) -> list[tuple[float, Outcome]]:
-        timeouts, exchange, relay = self._timeouts, self._exchange, self.relay
-        found = []
-        if timeouts.total is not None:
-            found.append((exchange.accepted + timeouts.total, Outcome.TIMEOUT_TOTAL))
-        if relay is None:
-            assert exchange.sent is not None
-            found.append((exchange.sent + timeouts.first_byte, Outcome.TIMEOUT_FIRST_BYTE))
-        elif relay.paused or exchange.phase is Phase.DONE:
-            found.append((relay.taken_since(now) + timeouts.client_write, Outcome.CLIENT_STALLED))
-        else:
-            found.append((relay.last + timeouts.idle, Outcome.TIMEOUT_IDLE))
-            if timeouts.progress is not None and relay.meter is not None and exchange.head_received is not None:
-                since = max(relay.meter.last_output or 0.0, exchange.head_received)
-                found.append((since + timeouts.progress, Outcome.TIMEOUT_PROGRESS))
-        return found
-
-    @staticmethod
-    def _say_something(relay: Relay, now: float, interval: float) -> float:
-        """A comment, where the stream has been silent for so long; returns when to look again."""
-        last = max(relay.last, relay.said)
-        if now - last < interval:
-            return last + interval
-        if not relay.paused and relay.event_stream and relay.body_octets and relay.insert(b": keep-alive\n\n"):
-            relay.said = now
-        return now + interval
-
-
-class Watches:
-    """All that are watched, and the timer."""
-
-    def __init__(self) -> None:
-        self._watched: set[Watch] = set()
+    def __init__(self, live: Mapping[int, Call], expired: Callable[[Call, Outcome], None]) -> None:
+        self._live, self._expired = live, expired
         self._timer: asyncio.TimerHandle | None = None
         self._tick = TICK_MOST
 
-    def add(self, watch: Watch, step: float) -> None:
-        self._watched.add(watch)
-        if step < self._tick * 10:
-            self._tick = max(step / 10, TICK_LEAST)
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._tick, self._look)
+    def begin(self, call: Call, now: float) -> None:
+        """Its request is being sent: from now on its deadlines run. To end them, let it be looked at `NEVER`."""
+        step, total = call.policy.step, call.policy.timeouts.total
+        call.look_at = now + step if total is None else min(now + step, call.exchange.accepted + total)
+        if self._timer is None or step < self._tick * 10:
+            self._start(step)
 
-    def remove(self, watch: Watch) -> None:
-        self._watched.discard(watch)
+    def _start(self, step: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._tick = max(min(step / 10, self._tick), TICK_LEAST)
+        self._timer = asyncio.get_running_loop().call_later(self._tick, self._look)
 
     def _look(self) -> None:
         now = time.monotonic()
-        for watch in [w for w in self._watched if w.look_at <= now]:
-            if watch in self._watched:  # it may have ended meanwhile
-                watch.look(now)
-        self._timer = asyncio.get_running_loop().call_later(self._tick, self._look) if self._watched else None
-        if not self._watched:
-            self._tick = TICK_MOST
+        for call in [c for c in self._live.values() if c.look_at <= now or _held_back(c)]:
+            if call.look_at != NEVER:  # it may have ended meanwhile
+                outcome = _look_at(call, now)
+                if outcome is not None:
+                    self._expired(call, outcome)
+        if self._live:
+            self._timer = asyncio.get_running_loop().call_later(self._tick, self._look)
+        else:
+            self._timer, self._tick = None, TICK_MOST
+
+
+def _held_back(call: Call) -> bool:
+    """Its client takes nothing just now. Whether it does again is only seen by looking, and often enough to tell when."""
+    return call.relay is not None and (call.relay.paused or call.exchange.phase is Phase.DONE)
+
+
+def _look_at(call: Call, now: float) -> Outcome | None:
+    """What has expired, if anything."""
+    relay = call.relay
+    if relay is not None:
+        relay.settle()
+    deadline, outcome = min(_deadlines(call, now))
+    if deadline <= now:
+        return outcome
+    call.look_at = min(deadline, now + call.policy.step)
+    if isinstance(relay, Relay) and call.policy.comment is not None:
+        call.look_at = min(call.look_at, _say_something(relay, now, call.policy.comment))
+    return None
+
+
+def _deadlines(call: Call, now: float) -> list[tuple[float, Outcome]]:
+    timeouts, exchange, relay = call.policy.timeouts, call.exchange, call.relay
+    found = []
+    if timeouts.total is not None:
+        found.append((exchange.accepted + timeouts.total, Outcome.TIMEOUT_TOTAL))
+    if not isinstance(relay, Relay):
+        assert exchange.sent is not None
+        found.append((exchange.sent + timeouts.first_byte, Outcome.TIMEOUT_FIRST_BYTE))
+    elif _held_back(call):
+        found.append((relay.taken_since(now) + timeouts.client_write, Outcome.CLIENT_STALLED))
+    else:
+        found.append((relay.last + timeouts.idle, Outcome.TIMEOUT_IDLE))
+        if timeouts.progress is not None and relay.meter is not None and exchange.head_received is not None:
+            since = max(relay.meter.last_output or 0.0, exchange.head_received)
+            found.append((since + timeouts.progress, Outcome.TIMEOUT_PROGRESS))
+    return found
+
+
+def _say_something(relay: Relay, now: float, interval: float) -> float:
+    """A comment, where the stream has been silent for so long; returns when to look again."""
+    last = max(relay.last, relay.said)
+    if now - last < interval:
+        return last + interval
+    if not relay.paused and relay.event_stream and relay.body_octets and relay.insert(b": keep-alive\n\n"):
+        relay.said = now
+    return now + interval

@@ -125,9 +125,6 @@ class Metrics:
 
     # ---- the data path tells (core.exchange.Observer) ----
 
-    def began(self, exchange: Exchange) -> None:
-        """Nothing: what runs is asked for at scrape time."""
-
     def ended(self, exchange: Exchange) -> None:
         """Counted with others soon (`fold`): what is done many times in a row costs a fraction of what is done now and then."""
         self._ended.append(exchange)

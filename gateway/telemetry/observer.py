@@ -18,9 +18,6 @@ class Silent:
 
     __slots__ = ()
 
-    def began(self, exchange: Exchange) -> None:
-        pass
-
     def ended(self, exchange: Exchange) -> None:
         pass
 
@@ -49,9 +46,6 @@ class Observers:
     def __init__(self, *parts: Observer):
         self._parts = parts
         self._complained: set[tuple[type, type]] = set()
-
-    def began(self, exchange: Exchange) -> None:
-        self._tell(lambda part: part.began(exchange))
 
     def ended(self, exchange: Exchange) -> None:
         self._tell(lambda part: part.ended(exchange))

@@ -48,8 +48,8 @@ def test_only_the_documented_fields_are_added() -> None:
     assert up(peer=None) == [b"POST /v1/x HTTP/1.1", b"Host: b:1", b"Via: 1.1 tokenpipe", b"X-Request-Id: rid"]
     assert down(b"Content-Length: 0") == [
         b"HTTP/1.1 200 OK",
-        b"Content-Length: 0",
         b"Date: " + DATE,
+        b"Content-Length: 0",
         b"X-Request-Id: rid",
     ]
 

@@ -82,6 +82,8 @@ NOT_SERVED = [
     b"/v1/load_lora_adapter",
     b"/v1/unload_lora_adapter",
     b"/v1/load_lora_adapter?x=1",
+    b"/v1/load_lora_adapter/",
+    b"/v1/unload_lora_adapter/;x=1",
     b"/tokenizes",
     b"/tokenize/",
     b"/tokenize/x",

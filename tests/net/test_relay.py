@@ -27,7 +27,7 @@ class _Transport:
 
 class _Client:
     def __init__(self) -> None:
-        self.transport = _Transport()
+        self.transport, self.loop = _Transport(), asyncio.get_running_loop()
 
 
 def _relay() -> tuple[Relay, _Transport, Meter]:
@@ -37,7 +37,7 @@ def _relay() -> tuple[Relay, _Transport, Meter]:
     observer: Any = None
     meter = Meter(chat, B_TPOT, True)
     exchange = Exchange("id", "127.0.0.1", "POST", "/v1/chat/completions", 0.0)
-    relay = Relay(exchange, client, connection, ChunkedReader(), Framing.CHUNKED, meter, observer)
+    relay = Relay(exchange, client, connection, ChunkedReader(), Framing.CHUNKED, meter, observer, 0.0)
     connection.hand_over(relay)
     return relay, client.transport, meter
 

@@ -81,7 +81,6 @@ def busy_house() -> tuple[House, Metrics]:
     house = House()
     metrics = house.metrics()
     done = stream(FakeMeter([0.02, 0.03], tpot=0.025, events=3, output_tokens=3))
-    metrics.began(done)
     metrics.connection("b1", reused=True)
     metrics.connection("b1", reused=False)
     metrics.retried(done, "upstream_connect")
