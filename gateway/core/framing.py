@@ -98,7 +98,9 @@ class ChunkedReader:
             line_end = data.find(b"\r\n", at, at + 10)
             if line_end < 0:
                 break
-            size = known.get(data[at:line_end]) or _new_size(data[at:line_end])
+            size = known.get(data[at:line_end])
+            if size is None:
+                size = _new_size(data[at:line_end])
             if not size:
                 break
             end = line_end + 4 + size
@@ -191,7 +193,7 @@ def _new_size(line: bytes) -> int:
     if not line or not _HEX.issuperset(line):
         return 0
     size = int(line, 16)
-    if size and len(SIZES) < SIZES_MOST:
+    if len(SIZES) < SIZES_MOST:
         SIZES[line] = size
     return size
 

@@ -22,6 +22,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from aiohttp import web
+from aiohttp.base_protocol import BaseProtocol
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
@@ -108,19 +109,32 @@ class Server(web.Server):
         super().__init__(handler.handle, handler_cancellation=True)  # type: ignore[arg-type]  # not aiohttp's request and response
         self.settings, self.scheme, self.handle, self.gone = settings, scheme, handler.handle, handler.gone
         self.clients: set[Downstream] = set()
+        self.crowded = False  # there are more clients than there may soon be descriptors for
         # each may come to need a second descriptor, for its backend
         self._most = max((resource.getrlimit(resource.RLIMIT_NOFILE)[0] - DESCRIPTORS_KEPT) // 2, 1)
 
-    @property
-    def crowded(self) -> bool:
-        """There are more clients than there may soon be descriptors for."""
-        return len(self.clients) > self._most
+    def came(self, client: Downstream) -> None:
+        self.clients.add(client)
+        self.crowded = len(self.clients) > self._most
+
+    def left(self, client: Downstream) -> None:
+        self.clients.discard(client)
+        self.crowded = len(self.clients) > self._most
 
     def __call__(self) -> RequestHandler:
         return Downstream(self, self._loop)
 
 
-class Downstream(RequestHandler):
+class _Tuned(BaseProtocol):
+    """aiohttp's protocol, but that its socket options come from the listener (`sockets.tune`)."""
+
+    __slots__ = ()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+
+
+class Downstream(RequestHandler, _Tuned):
     __slots__ = (
         "_body",
         "_discard",
@@ -178,7 +192,7 @@ class Downstream(RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.server.clients.add(self)
+        self.server.came(self)
         self.sock = transport.get_extra_info("socket")
         high = self._settings.write_buffer
         transport.set_write_buffer_limits(high=high, low=high // 4)  # type: ignore[attr-defined]
@@ -190,7 +204,7 @@ class Downstream(RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.gone_at = time.monotonic()
-        self.server.clients.discard(self)
+        self.server.left(self)
         self._disarm_header_timer()
         if self._watch_left is not None:
             self._watch_left.cancel()

@@ -342,7 +342,8 @@ class Gateway:
         exchange, client, connection = call.exchange, call.client, call.connection
         assert connection is not None and client.transport is not None
         keep_alive = answers.can_go_on(call, head, self.draining)
-        meter = exchange.meter = self._meter(call, response)
+        kind = headers.media_type(response.named)
+        meter = exchange.meter = self._meter(call, response, kind)
         edit = UsageStripper() if call.usage_asked and meter is not None and meter.streamed else None
         framing = response.framing
         if framing is CHUNKED or framing is CLOSE or (framing is LENGTH and edit is not None):
@@ -352,9 +353,18 @@ class Gateway:
         now = exchange.head_received
         assert now is not None
         relay = call.relay = Relay(
-            exchange, client, connection, reader_of(response), framing, meter, self.observer, now, edit, call.policy.coalesce
+            exchange,
+            client,
+            connection,
+            reader_of(response),
+            framing,
+            meter,
+            self.observer,
+            now,
+            kind == b"text/event-stream",
+            edit,
+            call.policy.coalesce,
         )
-        relay.event_stream = headers.media_type(response.named) == b"text/event-stream"
         octets = headers.client_head(
             response,
             request_id=call.request_id,
@@ -370,14 +380,13 @@ class Gateway:
             relay.already_ended()
         return keep_alive
 
-    def _meter(self, call: Call, response: ResponseHead) -> Meter | None:
+    def _meter(self, call: Call, response: ResponseHead, kind: bytes) -> Meter | None:
         """Who watches this body: nobody, unless it is a 2xx in a dialect that is known, and not coded."""
         route, named = call.route, response.named
         if route is None or route.dialect is None or response.framing is NONE or not 200 <= response.status < 300:
             return None
-        if named.get(b"content-encoding", b"identity").lower() != b"identity":
+        if b"content-encoding" in named and named[b"content-encoding"].lower() != b"identity":
             return None
-        kind = headers.media_type(named)
         if kind == b"application/json":
             return Meter(route.dialect, self._edges, False)
         if kind == b"text/event-stream" or call.exchange.stream is True:

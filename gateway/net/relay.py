@@ -63,6 +63,7 @@ class Relay:
         meter: Meter | None,
         observer: Observer,
         now: float,
+        event_stream: bool = False,
         edit: Edit | None = None,
         coalesce: tuple[float, int] | None = None,
     ):
@@ -79,7 +80,7 @@ class Relay:
         self.said = 0.0  # when a comment of ours was last put in
         # the reader's own output is what the client gets: nothing is edited, and both sides have the same framing
         self._as_it_comes = edit is None and (to_client is CHUNKED or type(reader) is LengthReader)
-        self.event_stream = False  # by its Content-Type, so that an event or a comment may be put in
+        self.event_stream = event_stream  # by its Content-Type, so that an event or a comment may be put in
         self._attached = True  # the connection is ours
         self._before = b""  # our head, to be written with the body's first octets
         self._learnt: tuple[bytes, bytes] | None = None  # the shape of usual events
@@ -122,8 +123,7 @@ class Relay:
         if seen < len(texts):
             meter.outputs(times[seen:])
         if meter.shape is not shape:
-            self.connection.close_lane()
-            self._learnt = None
+            self._unlearn()
 
     def _expect(self, data: bytes) -> None:
         """The next read of this length, if it is a usual event, can be told by its ends."""
@@ -184,8 +184,7 @@ class Relay:
         reader = self.reader
         passes = type(reader) is ChunkedReader and reader.between and self._as_it_comes and self.framing is CHUNKED
         if shape is None or not passes:
-            self.connection.close_lane()
-            self._learnt = None
+            self._unlearn()
         else:
             if shape is not self._learnt:
                 self._learnt = shape
@@ -200,6 +199,11 @@ class Relay:
             self._close_delimited_end()
         else:
             self.fail(Ended(Outcome.UPSTREAM_RESET, "the backend's connection ended within the response"))
+
+    def _unlearn(self) -> None:
+        if self._learnt is not None:
+            self._learnt = None
+            self.connection.close_lane()
 
     def pause_writing(self) -> None:
         """The backend takes no more of an upload that is still under way: the upload's affair."""
@@ -237,7 +241,7 @@ class Relay:
             if self.exchange.first_output_written is None and self.meter.first_output is not None:
                 self.exchange.first_output_written = time.monotonic()
         self._flush()
-        self.connection.close_lane()
+        self._unlearn()
         if not self.done.done():
             self.done.set_result(None)
 
@@ -246,7 +250,7 @@ class Relay:
         if not self.done.done():
             self.settle()
             self._flush()
-            self.connection.close_lane()
+            self._unlearn()
             self.done.set_exception(failure)
             self.connection.drop()
 

@@ -139,7 +139,8 @@ class Metrics:
 
     def _count(self, exchange: Exchange) -> None:
         series = self.series_of(exchange)
-        self.settle(exchange, series)
+        took = durations(exchange)
+        self._settle(exchange, series, took.ttft)
         outcome = exchange.outcome or Outcome.INTERNAL  # whoever ended it without a word has a bug
         key = (outcome, exchange.code or exchange.status or NONE)
         if key not in series.requests:  # only a new word needs a look
@@ -149,7 +150,6 @@ class Metrics:
             self.client_aborts[exchange.phase] += 1
         if exchange.paused_at is not None and exchange.ended is not None:  # never resumed
             self.tally_of(exchange.backend).paused_seconds += exchange.ended - exchange.paused_at
-        took = durations(exchange)
         if took.total is not None:
             histogram = series.duration.get(outcome)
             if histogram is None:
@@ -202,14 +202,16 @@ class Metrics:
         return self._exposition.render(accept)
 
     def settle(self, exchange: Exchange, series: Series) -> None:
-        """Count what has grown since the exchange was last looked at, by a scrape or for good."""
+        """Count what has grown since a running exchange was last looked at."""
+        self._settle(exchange, series, ttft(exchange))
+
+    def _settle(self, exchange: Exchange, series: Series, first: float | None) -> None:
         bytes_in, bytes_out, had_ttft = exchange.counted
         self.bytes_in += exchange.bytes_in - bytes_in
         self.bytes_out += exchange.bytes_out - bytes_out
-        first = None if had_ttft else ttft(exchange)
-        if first is not None:
+        if first is not None and not had_ttft:
             series.ttft.observe(first)
-        exchange.counted = (exchange.bytes_in, exchange.bytes_out, had_ttft or first is not None)
+        exchange.counted = (exchange.bytes_in, exchange.bytes_out, first is not None)
         if exchange.meter is not None and exchange.meter.events > 1:
             counts, total, n = exchange.meter.take_itl()
             if n:

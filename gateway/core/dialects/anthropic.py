@@ -31,7 +31,7 @@ class _Delta(msgspec.Struct, gc=False):
 class _Message(msgspec.Struct, gc=False):
     type: str = ""
     stop_reason: str | None = None
-    usage: msgspec.Raw = msgspec.Raw()
+    usage: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     error: Any = None
 
 
@@ -39,7 +39,7 @@ class _Typed(msgspec.Struct, gc=False):
     type: str = ""
     delta: _Delta | None = None
     message: _Message | None = None
-    usage: msgspec.Raw = msgspec.Raw()
+    usage: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     error: Any = None
 
 

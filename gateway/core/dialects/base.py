@@ -136,10 +136,11 @@ def failed(reason: str | None) -> bool:
     return reason in ("abort", "error")
 
 
-def part(decoder: msgspec.json.Decoder[T | None], raw: msgspec.Raw, default: T) -> T:
+def part(decoder: msgspec.json.Decoder[T | None], raw: msgspec.Raw | msgspec.UnsetType, default: T) -> T:
     """A part that is decoded apart, so that an odd one does not hide what it comes with."""
-    octets = bytes(raw)
+    if raw is msgspec.UNSET:
+        return default
     try:
-        return (decoder.decode(octets) if octets else None) or default
+        return decoder.decode(raw) or default
     except UNREADABLE:
         return default

@@ -51,14 +51,14 @@ class _TextChoice(msgspec.Struct, gc=False):
 
 class _ChatChunk(msgspec.Struct, gc=False):
     choices: list[_ChatChoice] | None = None
-    usage: msgspec.Raw = msgspec.Raw()
+    usage: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     error: Any = None
     object: Any = None
 
 
 class _TextChunk(msgspec.Struct, gc=False):
     choices: list[_TextChoice] | None = None
-    usage: msgspec.Raw = msgspec.Raw()
+    usage: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     error: Any = None
     object: Any = None
 

@@ -31,7 +31,7 @@ class _Reason(msgspec.Struct, gc=False):
 class _Response(msgspec.Struct, gc=False):
     status: str | None = None
     incomplete_details: _Reason | None = None
-    usage: msgspec.Raw = msgspec.Raw()
+    usage: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     error: Any = None
 
 
