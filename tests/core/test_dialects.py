@@ -236,7 +236,6 @@ def test_nothing_raises(said: Any) -> None:
         for kind in (b"", b"error", b"response.completed", b"message_delta"):
             read(dialect, octets, kind)
         dialect.read_whole(octets)
-        dialect.facts(octets)
     deep = b'{"choices":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     assert read(chat, deep) == Reading()
 
@@ -263,17 +262,3 @@ def test_error_texts() -> None:
     for dialect in ALL:  # what the dialect says of an error, it also reads as one
         (event,) = Scanner().feed(dialect.error_event("upstream_reset", "lone \ud800"))
         assert dialect.read(event).error in ("api_error", "upstream_reset")
-
-
-def test_facts() -> None:
-    assert chat.max_tokens_fields == ("max_completion_tokens", "max_tokens")
-    assert completions.max_tokens_fields == messages.max_tokens_fields == ("max_tokens",)
-    assert responses.max_tokens_fields == ("max_output_tokens",)
-    body = b'{"model":"m","stream":true,"max_tokens":1,"max_completion_tokens":2,"max_output_tokens":3}'
-    assert [dialect.facts(body).max_tokens for dialect in ALL] == [2, 1, 3, 1]  # type: ignore[union-attr]
-    facts = chat.facts(b'{"model":7,"stream":"yes","max_tokens":true}')
-    assert facts is not None and (facts.model, facts.stream, facts.max_tokens) == (None, True, None)
-    for stream in (b"false", b"null", b"0", b'"no"', b"[1]"):
-        facts = chat.facts(b'{"stream":%b}' % stream)
-        assert facts is not None and not facts.stream
-    assert chat.facts(b"[]") is chat.facts(b"") is chat.facts(b"{") is None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from gateway.core.dialects.anthropic import Messages
-from gateway.core.dialects.base import Dialect, Reading, RequestFacts, failed
+from gateway.core.dialects.base import Dialect, Reading, failed
 from gateway.core.dialects.openai import Chat, Completions
 from gateway.core.dialects.responses import Responses
 
@@ -19,7 +19,6 @@ __all__ = (
     "DEFAULT",
     "Dialect",
     "Reading",
-    "RequestFacts",
     "chat",
     "completions",
     "failed",

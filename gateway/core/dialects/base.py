@@ -1,4 +1,4 @@
-"""What every dialect has: how it reads an event, an answer and a request, and how it words an error.
+"""What every dialect has: how it reads an event and an answer, and how it words an error.
 
 A dialect is the shape of one API. It is stateless: one event's octets go in, one `Reading` comes out, and the meter
 adds the readings up. Only the fields that matter are decoded, into typed structs; what does not decode says nothing,
@@ -49,33 +49,10 @@ class Reading(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 NOTHING: Final = Reading()
 
 
-class RequestFacts(msgspec.Struct, frozen=True, gc=False):
-    """What the gateway needs to know of a request's body. A field is None where it is absent or of no use."""
-
-    model: str | None = None
-    stream: bool = False
-    max_tokens: int | None = None
-
-
-class _Request(msgspec.Struct, gc=False):
-    model: Any = None
-    stream: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    max_output_tokens: Any = None
-
-
-# What pydantic, and so vLLM, takes for true besides `true`.
-_TRUE: Final = frozenset({"1", "on", "t", "true", "y", "yes"})
-
-_request = msgspec.json.Decoder(_Request)
-
-
 class Dialect(abc.ABC):
     __slots__ = ()
 
     name: str
-    max_tokens_fields: tuple[str, ...] = ("max_tokens",)  # the first that is given holds
 
     @abc.abstractmethod
     def read(self, event: Event) -> Reading:
@@ -93,21 +70,6 @@ class Dialect(abc.ABC):
         """The JSON of a refusal. Its type, if not given, is the code's own."""
         error = {"message": clean(message), "type": type or type_of(code), "param": param, "code": code}
         return msgspec.json.encode({"error": error})
-
-    def facts(self, body: bytes) -> RequestFacts | None:
-        """What a request asks; None if its body is no JSON object."""
-        try:
-            request = _request.decode(body)
-        except UNREADABLE:
-            return None
-        model, stream = request.model, request.stream
-        given = (getattr(request, field) for field in self.max_tokens_fields)
-        limits = (limit for limit in given if isinstance(limit, int) and not isinstance(limit, bool))
-        return RequestFacts(
-            model=model if isinstance(model, str) else None,
-            stream=stream is True or stream == 1 or (isinstance(stream, str) and stream.lower() in _TRUE),
-            max_tokens=next(limits, None),
-        )
 
 
 def type_of(code: str) -> str:

@@ -166,7 +166,6 @@ class Chat(OpenAI):
     __slots__ = ()
 
     name = "chat"
-    max_tokens_fields = ("max_completion_tokens", "max_tokens")
 
     def __init__(self) -> None:
         self._decoder = msgspec.json.Decoder(_ChatChunk)

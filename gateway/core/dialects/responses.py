@@ -59,7 +59,6 @@ class Responses(Dialect):
     __slots__ = ()
 
     name = "responses"
-    max_tokens_fields = ("max_output_tokens",)
 
     def read(self, event: Event) -> Reading:
         try:
