@@ -73,7 +73,7 @@ async def test_a_client_that_does_not_read(
     client = await connect(receive_buffer=4096)
     await client.send(s.post())
     await upstream.wait_requests()
-    sent = await settled(lambda: upstream.connections[-1].sent_bytes)
+    sent = await settled(lambda: upstream.wires[-1].sent_bytes)
     print(f"under way for a stalled client: {sent} octets")
     assert sent < PER_STREAM + 4 * 1024 * 1024  # the test's own sending buffer is the kernel's to choose
     samples = await gateway.metrics()

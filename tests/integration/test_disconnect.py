@@ -183,7 +183,7 @@ async def test_while_the_backend_works(
         await client.send(ask(request_id, streaming=streaming))
         await upstream.wait_requests(before + 1)
         await front.reach(request_id, phase)
-        wire = upstream.connections[-1]
+        wire = upstream.wires[-1]
         if point == "blocked":
             async with asyncio.timeout(5):
                 while await front.gateway.metric("tokenpipe_backpressure_pauses_total") == pauses:

@@ -441,7 +441,7 @@ class TestClientWrite:
             began = time.monotonic()
             await client.send(ask(request_id, streaming=streaming))
             await upstream.wait_requests()
-            took = await upstream.connections[-1].wait_closed() - began
+            took = await upstream.wires[-1].wait_closed() - began
             assert T <= took < T + SLACK
             answer = await client.read_response()
             assert not answer.complete

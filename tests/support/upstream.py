@@ -35,6 +35,7 @@ class RawUpstream:
         self.on_connect: Callable[[HttpWire], Awaitable[None]] | None = None  # serves the whole connection instead
         self.connections: list[HttpWire] = []
         self.requests: list[Message] = []
+        self.wires: list[HttpWire] = []  # of each request: the newest connection may be a probe's
         self.probed: list[str] = []  # the paths of probes that were answered
         listed = [{"id": name, "object": "model", "created": 1, "owned_by": "vllm", "root": name, "parent": None,
                    "max_model_len": 4096} for name in models]  # fmt: skip
@@ -140,6 +141,7 @@ class RawUpstream:
             await probe(wire, request)
             return
         self.requests.append(request)
+        self.wires.append(wire)
         self._arrived.set()
         if request.complete:
             await self.script(wire, request)
