@@ -288,6 +288,7 @@ class Relay:
 
     def close(self) -> None:
         """The exchange is over, however it went."""
+        self.settle()  # of a client that left nothing else would
         self.let_go()
         if self.paused:
             self.resume()

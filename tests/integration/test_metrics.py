@@ -309,3 +309,32 @@ async def test_what_the_log_says(start_gateway: Start, upstream: RawUpstream) ->
     await gateway.logged(2)
     assert len(gateway.stderr().splitlines()) == lines + 1
     assert "\x1b" not in gateway.stderr()
+
+
+@pytest.mark.parametrize("how", ["reset", "fin"])
+async def test_what_a_client_that_left_had_got_is_counted_to_the_last_event(
+    start_gateway: Start, upstream: RawUpstream, how: str
+) -> None:
+    """Events that differ only in their text are shown to the meter some dozens at a time: none may be left over."""
+    events = [s.delta(f"w{number:03}") for number in range(40)]
+
+    async def script(wire: HttpWire, request: Message) -> None:
+        await wire.send(s.SSE_HEAD)
+        for event in events:
+            await wire.send(s.chunk(event))
+            await asyncio.sleep(0.002)
+        await wire.wait_closed(10)
+
+    upstream.script = script
+    gateway = await start_gateway(config={}, backends=[upstream.url])
+    client = await gateway.connect()
+    await client.send(chat("left"))
+    await client.receive_until(events[-1])
+    getattr(client, how)()
+    await gateway.logged(request_id="left")
+    samples = await gateway.metrics()
+    assert samples.value("tokenpipe_output_tokens_total", source="events") == len(events)
+    assert samples.value("tokenpipe_inter_token_latency_seconds_count") == len(events) - 1
+    (line,) = gateway.access_log(request_id="left")
+    assert line["outcome"] == "client_gone"
+    assert (line["bytes_out"], line["output_tokens"]) == (sum(map(len, events)), len(events))
