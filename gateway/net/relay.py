@@ -97,11 +97,11 @@ class Relay:
     def settle(self) -> None:
         """Show the meter the usual events that have passed since it was last shown any."""
         lane, meter, shape = self.connection, self.meter, self._learnt
-        if not lane.times:
+        if not lane.times or not self._attached:
             return
         assert meter is not None and shape is not None
         texts, times = lane.take_passed()
-        self.last = times[-1]
+        self.last = max(self.last, times[-1])  # it may have been resumed since
         joined = _BETWEEN.join(texts)
         self.body_octets += len(joined) - (len(texts) - 1) + len(texts) * (len(shape[0]) + len(shape[1]))
         odd = _BACKSLASH in joined and (_AT_END in joined or joined.endswith(b"\\"))
@@ -282,13 +282,13 @@ class Relay:
     def let_go(self) -> None:
         """The connection is no longer ours: whatever the client does from now on, it is none of its business."""
         if self._attached:
+            self.settle()  # of a client that left nothing else would; and soon the connection may be another relay's
             self._attached = False
             if self.paused and not self.connection.lost:
                 self.connection.transport.resume_reading()
 
     def close(self) -> None:
         """The exchange is over, however it went."""
-        self.settle()  # of a client that left nothing else would
         self.let_go()
         if self.paused:
             self.resume()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from gateway.core.dialects import chat
@@ -30,10 +31,10 @@ class _Client:
         self.transport, self.loop = _Transport(), asyncio.get_running_loop()
 
 
-def _relay() -> tuple[Relay, _Transport, Meter]:
+def _relay(connection: Connection | None = None) -> tuple[Relay, _Transport, Meter]:
     client: Any = _Client()
     pool: Any = None
-    connection = Connection(pool, asyncio.get_running_loop())
+    connection = connection or Connection(pool, asyncio.get_running_loop())
     observer: Any = None
     meter = Meter(chat, B_TPOT, True)
     exchange = Exchange("id", "127.0.0.1", "POST", "/v1/chat/completions", 0.0)
@@ -80,3 +81,40 @@ async def test_nothing_passes_behind_the_end() -> None:
     relay.connection.data_received(b"HTTP/1.1 200 OK\r\n\r\n")
     assert len(transport.written) == passed
     assert relay.reader.extra, "the connection would be taken for clean"
+
+
+async def test_a_relay_that_has_let_go_leaves_the_connection_alone() -> None:
+    """Its client is still taking the end of its answer, and the connection serves another one already."""
+    first, _, meter = _relay()
+    connection = first.connection
+    for i in range(6):
+        connection.data_received(frame(s.delta(f"word{i}")))
+    connection.data_received(b"".join(map(frame, s.FINISHED)) + LAST_CHUNK)
+    first.let_go()
+    counted = meter.events
+    second, _, other = _relay(connection)
+    for i in range(6):
+        connection.data_received(frame(s.delta(f"next{i}")))
+    assert connection.times, "nothing has been put off: this tests nothing"
+    first.settle()
+    first.close()
+    assert meter.events == counted
+    second.settle()
+    assert other.events == 6
+
+
+async def test_a_relay_that_is_closed_has_shown_everything() -> None:
+    relay, _, meter = _relay()
+    for i in range(6):
+        relay.connection.data_received(frame(s.delta(f"word{i}")))
+    relay.close()
+    assert meter.events == 6
+
+
+async def test_to_settle_does_not_set_the_idle_clock_back() -> None:
+    relay, _, _ = _relay()
+    for i in range(6):
+        relay.connection.data_received(frame(s.delta(f"word{i}")))
+    relay.last = resumed = time.monotonic() + 1  # as `resume` does
+    relay.settle()
+    assert relay.last == resumed
