@@ -14,8 +14,8 @@ from typing import NamedTuple
 from gateway.errors import UpstreamFailed
 
 SAFE = frozenset((b"GET", b"HEAD", b"OPTIONS"))
-RESERVE = 10.0  # second attempts that are in hand at the start, so that a quiet gateway may make some at all
-MOST = 50.0  # that can be saved up: as many clients as may be lost at once when one of many backends goes
+# Second attempts that are in hand at the start, and at most: as many clients come at once before a dead backend is known.
+RESERVE = 50.0
 
 
 class RetrySettings(NamedTuple):
@@ -33,8 +33,8 @@ class Retries:
 
     def request(self) -> None:
         """One more first attempt has been made."""
-        if self._credit < MOST:
-            self._credit = min(self._credit + self.settings.budget, MOST)
+        if self._credit < RESERVE:
+            self._credit = min(self._credit + self.settings.budget, RESERVE)
 
     def again(self, failure: UpstreamFailed, method: bytes, attempts: int, *, body_kept: bool) -> bool:
         """Whether to try once more after `attempts` attempts; takes from the budget. `body_kept`: it can be sent again."""

@@ -143,6 +143,8 @@ class Downstream(RequestHandler, _Tuned):
         "_header_timer",
         "_reading_held",
         "_settings",
+        "_taken_at",
+        "_taken_left",
         "_watch_left",
         "_who",
         "address",
@@ -186,6 +188,7 @@ class Downstream(RequestHandler, _Tuned):
         self._header_timer: asyncio.TimerHandle | None = None
         self._reading_held = False
         self._watch_left: asyncio.TimerHandle | None = None
+        self._taken_at, self._taken_left = 0.0, 0
         self._who: tuple[bytes, bytes] = (b"", b"")  # a Host, and the forwarding fields that go with it
 
     # the connection's life --------------------------------------------------------------------------------------------
@@ -468,6 +471,17 @@ class Downstream(RequestHandler, _Tuned):
         if self.transport is None or self.sock is None:
             return 0
         return self.transport.get_write_buffer_size() + sockets.untaken(self.sock)
+
+    def watch_taking(self, now: float) -> None:
+        """From now on it is of interest whether it takes anything."""
+        self._taken_at, self._taken_left = now, self.outstanding
+
+    def taken_at(self, now: float) -> float:
+        """When it last took anything, as far as can be told at `now`."""
+        left = self.outstanding
+        if left != self._taken_left:
+            self._taken_at, self._taken_left = now, left
+        return self._taken_at
 
     async def flushed(self) -> None:
         """Wait until all that was written has been taken by the kernel. Returns also when the client has left."""

@@ -402,7 +402,7 @@ class Gateway:
         relay.let_go()
         self._keep_or_drop(call, connection)
         if client.buffered:
-            relay.taken_at, relay.taken_left = time.monotonic(), client.outstanding
+            client.watch_taking(time.monotonic())
             await client.flushed()
         if client.transport is None:
             raise asyncio.CancelledError
@@ -429,7 +429,6 @@ class Gateway:
         assert connection is not None
         if not headers.asks_for_websocket(head):
             raise UpstreamFailed("upstream_malformed", "the backend switched protocols, which nobody had asked for")
-        call.look_at = NEVER
         exchange.status, exchange.committed, exchange.phase = 101, True, Phase.STREAM
         call.write(
             headers.client_head(
@@ -441,8 +440,7 @@ class Gateway:
                 upgrade=True,
             ),
         )
-        tunnel = Tunnel(exchange, client, connection, self.observer, call.policy.timeouts)
-        call.relay = tunnel
+        tunnel = call.relay = Tunnel(exchange, client, connection, self.observer)
         await tunnel.run()
         exchange.end(_COMPLETE, time.monotonic())
 

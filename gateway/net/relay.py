@@ -49,8 +49,7 @@ class Edit(Protocol):
 class Relay:
     __slots__ = (
         "_as_it_comes", "_attached", "_before", "_edit", "_joined", "_learnt", "_write", "body_octets", "client", "connection",
-        "done", "event_stream", "exchange", "framing", "last", "meter", "observer", "paused", "reader", "said", "taken_at",
-        "taken_left",
+        "done", "event_stream", "exchange", "framing", "last", "meter", "observer", "paused", "reader", "said",
     )  # fmt: skip
 
     def __init__(
@@ -85,7 +84,6 @@ class Relay:
         self._before = b""  # our head, to be written with the body's first octets
         self._learnt: tuple[bytes, bytes] | None = None  # the shape of usual events
         self.paused = False
-        self.taken_at, self.taken_left = 0.0, 0  # the client's progress, while it holds us back
 
     # the upstream's side ----------------------------------------------------------------------------------------------
 
@@ -260,8 +258,8 @@ class Relay:
         if self.paused:
             return
         self.paused = True
-        self.exchange.paused_at = self.taken_at = time.monotonic()
-        self.taken_left = self.client.outstanding
+        self.exchange.paused_at = time.monotonic()
+        self.client.watch_taking(self.exchange.paused_at)
         self.observer.paused(self.exchange)
         if not self.done.done() and not self.connection.lost:
             self.connection.transport.pause_reading()
@@ -292,13 +290,6 @@ class Relay:
         self.let_go()
         if self.paused:
             self.resume()
-
-    def taken_since(self, now: float) -> float:
-        """When the client last took anything, as far as can be told at `now`."""
-        left = self.client.outstanding
-        if left != self.taken_left:
-            self.taken_at, self.taken_left = now, left
-        return self.taken_at
 
     def insert(self, octets: bytes) -> bool:
         """Put an event or a comment of our own between two of the upstream's, if it is between two just now."""

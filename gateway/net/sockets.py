@@ -41,6 +41,15 @@ def tune(sock: socket.socket, *, receive_buffer: int | None = None) -> None:
         sock.setsockopt(_SOCKET, socket.SO_RCVBUF, receive_buffer)
 
 
+def family_of(host: str) -> socket.AddressFamily | None:
+    """Of an IP address; None for a name, and for what needs a look-up still (an IPv6 zone)."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError):
+            socket.inet_pton(family, host)
+            return family
+    return None
+
+
 async def connect(sock: socket.socket, address: object) -> None:
     """Connect to an address that needs no look-up: uvloop's own `sock_connect` has a thread look it up all the same."""
     try:

@@ -12,9 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from gateway.core.exchange import Exchange, Observer
-from gateway.core.outcome import Outcome
-from gateway.errors import Ended
-from gateway.net.watch import Timeouts
+from gateway.core.outcome import Phase
 
 if TYPE_CHECKING:
     from gateway.net.downstream import Downstream
@@ -22,12 +20,11 @@ if TYPE_CHECKING:
 
 
 class Tunnel:
-    def __init__(self, exchange: Exchange, client: Downstream, connection: Connection, observer: Observer, timeouts: Timeouts):
+    def __init__(self, exchange: Exchange, client: Downstream, connection: Connection, observer: Observer):
         self.exchange, self.client, self.connection, self.observer = exchange, client, connection, observer
-        self._timeouts = timeouts
         self.body_octets = 0
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._last = time.monotonic()
+        self.done: asyncio.Future[None] = client.loop.create_future()
+        self.last = time.monotonic()  # when either side last sent anything
         self.paused = False
 
     async def run(self) -> None:
@@ -42,32 +39,18 @@ class Tunnel:
             self.received(pending, time.monotonic())
         if connection.lost:
             self.connection_lost(None)
-        timer = asyncio.get_running_loop().call_later(self._timeouts.idle, self._look)
-        self._timer = timer
         try:
             await self.done
+            self.exchange.phase = Phase.DONE
+            client.watch_taking(time.monotonic())
             await client.flushed()
         finally:
-            self._timer.cancel()
             client.end_tunnel()
-
-    def _look(self) -> None:
-        now = time.monotonic()
-        silent = now - self._last
-        if silent >= self._timeouts.idle:
-            self.fail(
-                Ended(
-                    Outcome.CLIENT_STALLED if self.paused else Outcome.TIMEOUT_IDLE,
-                    "the WebSocket was silent (timeouts.idle)",
-                )
-            )
-        else:
-            self._timer = asyncio.get_running_loop().call_later(self._timeouts.idle - silent, self._look)
 
     # from the backend
 
     def received(self, data: bytes, now: float) -> None:
-        self._last = now
+        self.last = now
         self.body_octets += len(data)
         if self.client.transport is not None:
             self.client.transport.write(data)
@@ -86,20 +69,21 @@ class Tunnel:
     # from the client
 
     def from_client(self, data: bytes) -> None:
-        self._last = time.monotonic()
+        self.last = time.monotonic()
         self.exchange.bytes_in += len(data)
         self.connection.write(data)
 
     def pause(self) -> None:
         self.paused = True
         self.exchange.paused_at = time.monotonic()
+        self.client.watch_taking(self.exchange.paused_at)
         self.observer.paused(self.exchange)
         if not self.connection.lost:
             self.connection.transport.pause_reading()
 
     def resume(self) -> None:
         self.paused = False
-        now = self._last = time.monotonic()
+        now = self.last = time.monotonic()
         seconds = now - (self.exchange.paused_at or now)
         self.exchange.paused_at = None
         self.exchange.paused_seconds += seconds

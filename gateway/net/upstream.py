@@ -328,6 +328,9 @@ class ConnectionPool:
         now = time.monotonic()
         if self._resolved is not None and now - self._resolved[0] < RESOLVED_FOR:
             return self._resolved[1]
+        family = sockets.family_of(origin.host)
+        if family is not None:  # an address already: to look it up would cost a thread, and a turn in which others are picked
+            return [(family, (origin.host, origin.port))]
         found = await self._loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
         addresses: list[tuple[int, object]] = [(family, address) for family, _, _, _, address in found]
         self._resolved = now, addresses

@@ -99,15 +99,15 @@ def _deadlines(call: Call, now: float) -> list[tuple[float, Outcome]]:
     found = []
     if timeouts.total is not None:
         found.append((exchange.accepted + timeouts.total, Outcome.TIMEOUT_TOTAL))
-    if not isinstance(relay, Relay):
+    if relay is None:
         assert exchange.sent is not None
         found.append((exchange.sent + timeouts.first_byte, Outcome.TIMEOUT_FIRST_BYTE))
     elif _held_back(call):
-        found.append((relay.taken_since(now) + timeouts.client_write, Outcome.CLIENT_STALLED))
+        found.append((call.client.taken_at(now) + timeouts.client_write, Outcome.CLIENT_STALLED))
     else:
         found.append((relay.last + timeouts.idle, Outcome.TIMEOUT_IDLE))
-        if timeouts.progress is not None and relay.meter is not None and exchange.head_received is not None:
-            since = max(relay.meter.last_output or 0.0, exchange.head_received)
+        if timeouts.progress is not None and exchange.meter is not None and exchange.head_received is not None:
+            since = max(exchange.meter.last_output or 0.0, exchange.head_received)
             found.append((since + timeouts.progress, Outcome.TIMEOUT_PROGRESS))
     return found
 

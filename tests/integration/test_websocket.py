@@ -268,6 +268,50 @@ async def test_idle(gateway: Gateway, upstream: RawUpstream, connect: Connect) -
     assert entry["outcome"] == "timeout_idle"
 
 
+@pytest.mark.config({"timeouts": {"client_write": 0.4}})
+@pytest.mark.parametrize("backend", ["ends", "goes on"])
+async def test_a_client_that_takes_nothing(gateway: Gateway, upstream: RawUpstream, connect: Connect, backend: str) -> None:
+    """It ends by its deadline, however much of what the backend said is still here: also where the backend has ended, and
+    what is left is more than the kernel takes and less than what holds the backend back."""
+    sizes = range(40_000, 160_000, 10_000) if backend == "ends" else [4_000_000]
+
+    async def script(wire: HttpWire, request: Message) -> None:
+        await agree(wire, request)
+        with contextlib.suppress(ConnectionError):
+            await wire.send(b"z" * int((request.get("x-request-id") or "").removeprefix("size-")))
+        if backend == "ends":
+            wire.fin()
+        else:
+            await wire.wait_closed(20)
+
+    upstream.script = script
+    clients = []
+    for size in sizes:
+        client = await connect(receive_buffer=4096)
+        await client.send(ask(f"size-{size}"))
+        clients.append(client)
+    for size in sizes:
+        (entry,) = await gateway.logged(request_id=f"size-{size}")
+        assert entry["outcome"] in ("client_stalled", "complete")
+        assert backend == "ends" or entry["outcome"] == "client_stalled"
+    await gateway.idle()
+
+
+@pytest.mark.config({"timeouts": {"total": 0.5}})
+async def test_total(gateway: Gateway, upstream: RawUpstream, connect: Connect) -> None:
+    """The whole of it may take no longer, however busy it is."""
+    upstream.script = talk = Talk()
+    client = await connect()
+    await opened(client, "total")
+    wire = await talk.wire()
+    with contextlib.suppress(ConnectionError):
+        for _ in range(200):
+            await asyncio.sleep(0.05)
+            await wire.send(frame(9))
+    (entry,) = await gateway.logged(request_id="total")
+    assert entry["outcome"] == "timeout_total"
+
+
 async def test_an_ordinary_client(gateway: Gateway, upstream: RawUpstream) -> None:
     """aiohttp's own client talks through it: text, ping, and a close with code and reason."""
 
