@@ -467,7 +467,7 @@ class Gateway:
         """Give everything back, synchronously and once; then tell whoever observes."""
         exchange, relay = call.exchange, call.relay
         del self.live[id(call)]
-        call.client.call = None
+        call.client.call = call.client.source = None
         self._let_go(call)
         if relay is not None:
             relay.close()

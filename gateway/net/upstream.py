@@ -209,7 +209,8 @@ class Connection(Lane):
 
     def hand_over(self, receiver: Receiver) -> None:
         """From now on `receiver` is told what comes. What has come already is in `pending`."""
-        self._receiver = receiver
+        if not self.lost:  # else nobody would let go of it
+            self._receiver = receiver
         if self._reading_paused:
             self._reading_paused = False
             self.transport.resume_reading()
