@@ -87,7 +87,7 @@ class ChunkedReader:
         try:
             as_it_came = self._slowly(data, at, pieces, outs) and as_it_came
         except Malformed as failure:
-            self.failure, as_it_came = failure, False
+            self.failure, as_it_came = failure.with_traceback(None), False  # whose frames hold this reader
         self.out = data if as_it_came else b"".join(outs)
         return pieces
 

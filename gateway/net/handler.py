@@ -113,9 +113,11 @@ class Gateway:
                     await self._relay(call)
         except Refusal as refusal:
             keep_alive = answers.refuse(call, refusal, self.draining)
+            refusal.__traceback__ = None  # the future that it came from is held by the frames that it holds
         except Ended as ended:
             answers.cut(call, ended)
             keep_alive = False
+            ended.__traceback__ = None
         except asyncio.CancelledError:
             keep_alive = False
             if call.interrupted is None:
