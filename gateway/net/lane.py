@@ -48,12 +48,12 @@ class Lane(asyncio.Protocol):
                 times = self.times
                 times.append(now)
                 if len(times) == USUAL_MOST:
-                    self.crowded()
+                    self.settle()
                 return
         self.unusual(data, now)
 
-    def crowded(self) -> None:
-        """As many have passed as may pass unlooked at."""
+    def settle(self) -> None:
+        """Look at what has passed: it is as many as may pass unlooked at."""
         raise NotImplementedError
 
     def unusual(self, data: bytes, now: float) -> None:

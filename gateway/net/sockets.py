@@ -60,10 +60,10 @@ async def connect(sock: socket.socket, address: object) -> None:
     else:
         return
     loop = asyncio.get_running_loop()
-    settled = loop.create_future()
-    loop.add_writer(sock, _settle, settled)
+    writable = loop.create_future()
+    loop.add_writer(sock, _wake, writable)
     try:
-        await settled
+        await writable
     finally:
         loop.remove_writer(sock)
     failed = sock.getsockopt(_SOCKET, socket.SO_ERROR)
@@ -71,9 +71,9 @@ async def connect(sock: socket.socket, address: object) -> None:
         raise OSError(failed, os.strerror(failed))
 
 
-def _settle(settled: asyncio.Future[None]) -> None:
-    if not settled.done():
-        settled.set_result(None)
+def _wake(writable: asyncio.Future[None]) -> None:
+    if not writable.done():
+        writable.set_result(None)
 
 
 class Quiet:

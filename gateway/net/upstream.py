@@ -106,7 +106,7 @@ class Connection(Lane):
         else:
             self._head_octets(data)
 
-    def crowded(self) -> None:
+    def settle(self) -> None:
         assert self._receiver is not None
         self._receiver.settle()
 

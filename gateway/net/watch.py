@@ -8,6 +8,7 @@ deadline is never early, and late by one interval at most.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,8 @@ from gateway.net.relay import Relay
 
 if TYPE_CHECKING:
     from gateway.net.call import Call
+
+log = logging.getLogger(__name__)
 
 TICK_MOST, TICK_LEAST = 1.0, 0.01  # seconds between looks
 NEVER = math.inf
@@ -66,9 +69,13 @@ class Watch:
         now = time.monotonic()
         for call in [c for c in self._live.values() if c.look_at <= now or _held_back(c)]:
             if call.look_at != NEVER:  # it may have ended meanwhile
-                outcome = _look_at(call, now)
-                if outcome is not None:
-                    self._expired(call, outcome)
+                try:
+                    outcome = _look_at(call, now)
+                    if outcome is not None:
+                        self._expired(call, outcome)
+                except Exception:  # a fault of ours in one exchange must not take their deadlines from all others
+                    log.exception("the deadlines of the exchange %s could not be looked at", call.exchange.request_id)
+                    call.look_at = now + call.policy.step
         if self._live:
             self._timer = asyncio.get_running_loop().call_later(self._tick, self._look)
         else:

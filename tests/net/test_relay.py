@@ -43,6 +43,12 @@ def _relay(connection: Connection | None = None) -> tuple[Relay, _Transport, Met
     return relay, client.transport, meter
 
 
+def pass_words(connection: Connection, word: str) -> None:
+    """Six events that differ only in their text: the first few are learnt from, the others are usual."""
+    for i in range(6):
+        connection.data_received(frame(s.delta(f"{word}{i}")))
+
+
 async def test_usual_events_pass_as_the_very_octets_and_are_all_counted() -> None:
     """Each read is written as it came, and in the end the meter has seen every event."""
     relay, transport, meter = _relay()
@@ -73,8 +79,7 @@ async def test_odd_texts_of_a_usual_length_are_decoded() -> None:
 async def test_nothing_passes_behind_the_end() -> None:
     """A TLS upstream can bring its records one by one: chunks of a usual length behind the last chunk are nobody's."""
     relay, transport, _ = _relay()
-    for i in range(6):
-        relay.connection.data_received(frame(s.delta(f"word{i}")))
+    pass_words(relay.connection, "word")
     relay.connection.data_received(b"".join(map(frame, s.FINISHED)) + LAST_CHUNK)
     passed = len(transport.written)
     relay.connection.data_received(frame(s.delta("evil0")))
@@ -87,14 +92,12 @@ async def test_a_relay_that_has_let_go_leaves_the_connection_alone() -> None:
     """Its client is still taking the end of its answer, and the connection serves another one already."""
     first, _, meter = _relay()
     connection = first.connection
-    for i in range(6):
-        connection.data_received(frame(s.delta(f"word{i}")))
+    pass_words(connection, "word")
     connection.data_received(b"".join(map(frame, s.FINISHED)) + LAST_CHUNK)
     first.let_go()
     counted = meter.events
     second, _, other = _relay(connection)
-    for i in range(6):
-        connection.data_received(frame(s.delta(f"next{i}")))
+    pass_words(connection, "next")
     assert connection.times, "nothing has been put off: this tests nothing"
     first.settle()
     first.close()
@@ -105,16 +108,14 @@ async def test_a_relay_that_has_let_go_leaves_the_connection_alone() -> None:
 
 async def test_a_relay_that_is_closed_has_shown_everything() -> None:
     relay, _, meter = _relay()
-    for i in range(6):
-        relay.connection.data_received(frame(s.delta(f"word{i}")))
+    pass_words(relay.connection, "word")
     relay.close()
     assert meter.events == 6
 
 
 async def test_to_settle_does_not_set_the_idle_clock_back() -> None:
     relay, _, _ = _relay()
-    for i in range(6):
-        relay.connection.data_received(frame(s.delta(f"word{i}")))
+    pass_words(relay.connection, "word")
     relay.last = resumed = time.monotonic() + 1  # as `resume` does
     relay.settle()
     assert relay.last == resumed

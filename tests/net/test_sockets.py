@@ -84,3 +84,11 @@ def test_connect_to_a_unix_socket(runner: asyncio.Runner, tmp_path: Path) -> Non
             runner.run(too_many())
         for one in others:
             one.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "family"),
+    [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)] + [(h, None) for h in ("localhost", "127.1", "fe80::1%lo", "")],
+)
+def test_what_is_an_address_needs_no_look_up(host: str, family: socket.AddressFamily | None) -> None:
+    assert sockets.family_of(host) is family

@@ -1,0 +1,45 @@
+"""The one timer behind all deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import types
+from typing import Any
+
+import pytest
+
+from gateway.core.outcome import Outcome, Phase
+from gateway.net.watch import NEVER, Timeouts, Watch
+
+
+class _Call:
+    """As much of a call as a watch looks at: its request is sent, and no head has come."""
+
+    relay = None
+    look_at = NEVER
+
+    def __init__(self, sent: float | None):
+        self.exchange = types.SimpleNamespace(request_id="r", accepted=sent, sent=sent, phase=Phase.WAIT)
+        self.policy = types.SimpleNamespace(timeouts=Timeouts(first_byte=0.05), step=0.05, comment=None)
+
+
+async def test_a_fault_in_one_exchange_takes_no_deadline_from_others(caplog: pytest.LogCaptureFixture) -> None:
+    now = asyncio.get_running_loop().time()
+    faulty, sound = _Call(None), _Call(now)  # the first was never sent, which the watch takes for a mistake
+    live: dict[int, Any] = {1: faulty, 2: sound}
+    expired = asyncio.Event()
+
+    def told(call: Any, outcome: Outcome) -> None:
+        assert (call, outcome) == (sound, Outcome.TIMEOUT_FIRST_BYTE)
+        del live[2]
+        expired.set()
+
+    watch = Watch(live, told)
+    with caplog.at_level(logging.ERROR):
+        watch.begin(live[1], now)
+        watch.begin(live[2], now)
+        await asyncio.wait_for(expired.wait(), 5)
+    assert "could not be looked at" in caplog.text
+    live.clear()
+    await asyncio.sleep(0.05)  # the timer looks once more, and stops
