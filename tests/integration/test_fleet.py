@@ -101,10 +101,10 @@ async def test_one_refuses(start_gateway: Start) -> None:
     async with fleet(1) as backends:
         with refusing() as dead:
             gateway = await start_gateway(config={"health": SLOW}, backends=[dead, *urls(backends)])
-            answers = await asyncio.gather(*(gateway.ask(chat(f"r-{n}")) for n in range(20)))
+            answers = await asyncio.gather(*(gateway.ask(chat(f"r-{n}")) for n in range(40)))
             assert {a.status for a in answers} == {200}
             ids = Counter(r.get("x-request-id") for r in backends[0].requests)
-            assert ids == {f"r-{n}": 1 for n in range(20)}
+            assert ids == {f"r-{n}": 1 for n in range(40)}
             samples = await gateway.metrics()
             retried = samples.value("tokenpipe_retries_total", reason="upstream_connect")
             assert retried >= 1
