@@ -193,9 +193,7 @@ class App:
                 pool = ConnectionPool(origin, settings, asyncio.get_running_loop())
             backends.append(backend)
             connections[one.name] = pool
-            unix = origin.host if origin.port is None else None
-            base = "http://localhost" if unix is not None else one.url
-            targets.append(Target(backend, base, unix, origin.tls, origin.credential))
+            targets.append(Target(backend, ConnectionPool(origin, settings, asyncio.get_running_loop())))
         return backends, connections, targets
 
     def _loopback(self) -> tuple[Pool, dict[str, ConnectionPool]]:

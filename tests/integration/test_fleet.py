@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
+import ssl
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,6 +17,7 @@ import pytest
 from tests.support import script as s
 from tests.support.gateway import Gateway, until
 from tests.support.messages import HttpWire, Message
+from tests.support.tls import Certificates
 from tests.support.upstream import RawUpstream, listening_socket, probe_status
 
 Start = Callable[..., Awaitable[Gateway]]
@@ -23,10 +26,12 @@ SLOW = {"interval": 60}
 
 
 @contextlib.asynccontextmanager
-async def fleet(count: int, script: s.Script | None = None) -> AsyncIterator[list[RawUpstream]]:
+async def fleet(
+    count: int, script: s.Script | None = None, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[list[RawUpstream]]:
     backends = [RawUpstream(script, models=(f"m{number}", "m")) for number in range(count)]
     for backend in backends:
-        await backend.start()
+        await backend.start(tls=tls)
     try:
         yield backends
     finally:
@@ -226,6 +231,42 @@ async def test_health(start_gateway: Start) -> None:
             assert await gateway.metric("tokenpipe_backend_up") == 1
             ill.probes["/health"] = probe
             await reached(gateway, 2, state="up")
+
+
+@pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03\x03\x00\x02\x02\x28"])
+async def test_probes_end_in_the_midst_of_a_handshake(start_gateway: Start, reply: bytes) -> None:
+    """A backend that takes TCP and not TLS is down, and nothing is left of the probes that gave up: no socket, no traceback."""
+
+    async def no_tls(wire: HttpWire) -> None:
+        await wire.receive()
+        if reply:
+            await wire.send(reply)
+        await wire.wait_closed()
+
+    async with fleet(1) as (backend,):
+        backend.on_connect = no_tls
+        health = FAST | {"timeout": 0.05, "interval": 0.05}
+        config = {"backends": [{"url": backend.url.replace("http:", "https:"), "tls": {"verify": False}}], "health": health}
+        gateway = await start_gateway(config=config)
+        await until(lambda: len(backend.connections) > 20, "probes")
+        await reached(gateway, 1, state="down")
+        assert len(backend.open_connections) <= 1
+        gateway.check_tidy()
+
+
+async def test_probes_are_cut_by_the_end(start_gateway: Start, certificates: Certificates) -> None:
+    """Stopped at any step of a probe over TLS, the gateway leaves nothing open."""
+    async with fleet(1, tls=certificates.server_context()) as (backend,):
+        config = {
+            "backends": [{"url": backend.url, "tls": {"ca": str(certificates.ca)}}],
+            "health": FAST | {"interval": 0.05},
+            "discovery": {"interval": 0.05},
+        }
+        for number in range(12):
+            gateway = await start_gateway(config=config)
+            await asyncio.sleep(number * 0.004)
+            gateway.signal(signal.SIGTERM)
+            await gateway.stopped()
 
 
 async def test_all_down(start_gateway: Start) -> None:
