@@ -14,6 +14,7 @@ import logging
 import socket
 import ssl
 import time
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from gateway.core.head import Malformed, ResponseHead, parse_response
@@ -69,7 +70,8 @@ class Connection(Lane):
         super().__init__()
         self.pool, self._loop = pool, loop
         self.transport: asyncio.Transport = None  # type: ignore[assignment]  # set by connection_made, before any use
-        self._quiet: sockets.Quiet | None = None
+        self._sock: socket.socket | None = None
+        self._quiet: Callable[[], bool] | None = None
         self.opened = time.monotonic()
         self.idle_since = 0.0
         self.uses = 0
@@ -109,6 +111,15 @@ class Connection(Lane):
     def settle(self) -> None:
         assert self._receiver is not None
         self._receiver.settle()
+        self._delay_acks()
+
+    def open_lane(self, end: bytes, pass_on: Callable[[bytes], None]) -> None:
+        super().open_lane(end, pass_on)
+        self._delay_acks()
+
+    def _delay_acks(self) -> None:
+        if self._sock is not None:
+            sockets.delay_acks(self._sock)
 
     def _head_octets(self, data: bytes) -> None:
         self._answered = True
@@ -169,8 +180,8 @@ class Connection(Lane):
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
-    def opened_on(self, sock: socket.socket) -> None:
-        self._quiet = sockets.Quiet(sock)
+    def opened_on(self, sock: socket.socket, quiet: Callable[[], bool]) -> None:
+        self._sock, self._quiet = sock, quiet
 
     @property
     def quiet(self) -> bool:
@@ -367,8 +378,6 @@ class ConnectionPool:
             await asyncio.sleep(0)  # now it is closed, on both event loops
             sock.detach()  # else uvloop may leave the descriptor with it, to be closed once more when it is another's
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended as soon as it was open")
-        connection.opened_on(sock)
-        if transport is not None:
-            connection._quiet = tls.Quiet(sock, transport)
+        connection.opened_on(sock, sockets.Quiet(sock) if transport is None else tls.Quiet(sock, transport))
         self._open.add(connection)
         return connection
