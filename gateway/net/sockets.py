@@ -97,9 +97,8 @@ def delay_acks(sock: socket.socket) -> None:
     """Have the kernel acknowledge what comes every other time, as it does where both ends talk in turn (tcp(7),
     TCP_QUICKACK), until it forgets: it then answers each small segment of a stream as soon as it is read, and to send
     an acknowledgement is a tenth of what relaying a token costs."""
-    if sock.family != socket.AF_UNIX:
-        with contextlib.suppress(OSError):  # closed meanwhile
-            sock.setsockopt(_TCP, socket.TCP_QUICKACK, 0)
+    with contextlib.suppress(OSError):  # closed meanwhile, or a unix socket
+        sock.setsockopt(_TCP, socket.TCP_QUICKACK, 0)
 
 
 def untaken(sock: socket.socket) -> int:

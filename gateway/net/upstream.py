@@ -253,6 +253,7 @@ class ConnectionPool:
         self.origin, self.settings, self._loop = origin, settings, loop
         self._idle: list[Connection] = []  # the last one used is the first to be used again, so that the others may age
         self._open: set[Connection] = set()
+        self._fixed = _fixed_address(origin)
         self._resolved: tuple[float, list[tuple[int, object]]] | None = None
         self._sweeper: asyncio.TimerHandle | None = None
         self.reused = 0
@@ -334,15 +335,11 @@ class ConnectionPool:
 
     async def _addresses(self) -> list[tuple[int, object]]:
         """(address family, address) of the origin, found anew when what was found is old."""
-        origin = self.origin
-        if origin.port is None:
-            return [(socket.AF_UNIX, origin.host)]
-        now = time.monotonic()
+        if self._fixed is not None:
+            return [self._fixed]
+        origin, now = self.origin, time.monotonic()
         if self._resolved is not None and now - self._resolved[0] < RESOLVED_FOR:
             return self._resolved[1]
-        family = sockets.family_of(origin.host)
-        if family is not None:  # an address already: to look it up would cost a thread, and a turn in which others are picked
-            return [(family, (origin.host, origin.port))]
         found = await self._loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
         addresses: list[tuple[int, object]] = [(family, address) for family, _, _, _, address in found]
         self._resolved = now, addresses
@@ -381,3 +378,12 @@ class ConnectionPool:
         connection.opened_on(sock, sockets.Quiet(sock) if transport is None else tls.Quiet(sock, transport))
         self._open.add(connection)
         return connection
+
+
+def _fixed_address(origin: Origin) -> tuple[int, object] | None:
+    """(address family, address) where nothing need be looked up, which would cost a thread, and a turn of the loop in which
+    other backends are picked."""
+    if origin.port is None:
+        return (socket.AF_UNIX, origin.host)
+    family = sockets.family_of(origin.host)
+    return (family, (origin.host, origin.port)) if family is not None else None
