@@ -172,7 +172,7 @@ def _over_time(series: Sequence[Series], measure: Callable[[Record], Iterable[fl
             axes.plot(*_columns(points), ".", markersize=3, alpha=0.6, color=each.colour, label=each.label)
             failed = [(r.ended, 0.0) for r in each.all_records if r.finished and not _is_in(r, each.records)]
             axes.plot(*_columns(failed[:SCATTERED]), "x", markersize=5, color="#cc0000")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         _label(axes, "seconds since the run's start (x: failed)", "ms", series)
 
     return draw
@@ -280,6 +280,8 @@ def _by_rate(measured: Sequence[Measured]) -> Callable[[Axes], None]:
                 values = [percentile(each.ordered, percent) * 1e3 for each in spreads]
                 axes.plot(rates, values, style, color=colour, label=f"{name.upper()} p{percent}")
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
         axes.legend(fontsize=8)
         _label(axes, "requests a second asked for", "ms")
 
@@ -294,7 +296,6 @@ def _added(measured: Sequence[Measured]) -> Callable[[Axes], None]:
             shares = [(place + 1) / difference.pairs for place in places]
             axes.plot(values, shares, drawstyle="steps-post", color=colour, label=difference.name.upper())
         axes.axvline(0, color="#999999", linewidth=1)
-        axes.set_xscale("symlog", linthresh=1.0)
         axes.legend(fontsize=8)
         _label(axes, "ms more than the second endpoint", "share of pairs")
 

@@ -376,8 +376,7 @@ def _differences(differences: Sequence[Difference]) -> list[str]:
 def _with_interval(estimate: Estimate) -> str:
     if estimate.low is None and estimate.high is None:
         return f"{estimate.value * 1e3:+.3f} [too few pairs]"
-    low = "below" if estimate.low is None else f"{estimate.low * 1e3:+.3f}"
-    high = "above" if estimate.high is None else f"{estimate.high * 1e3:+.3f}"
+    low, high = ("?" if end is None else f"{end * 1e3:+.3f}" for end in (estimate.low, estimate.high))
     return f"{estimate.value * 1e3:+.3f} [{low}, {high}]"
 
 
