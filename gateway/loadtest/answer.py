@@ -44,7 +44,7 @@ class Answer:
         self.body = bytearray()  # of what is no stream, up to KEPT_MOST; all of a stream's only if `keep`
         self.outcome = Outcome.INTERNAL
         self.error = ""
-        self.ended = 0.0
+        self.ended = 0.0  # not yet
         self.clean = False  # the connection may serve another request
         self._reader: BodyReader | None = None
         self._head_octets = b""

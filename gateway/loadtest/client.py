@@ -178,7 +178,7 @@ def connect_error(failure: Refusal) -> str:
 
 def _fill_in(record: Record, answer: Answer, base: float) -> None:
     meter, head = answer.meter, answer.head
-    if answer.done.done():
+    if answer.ended:  # else it was cut off by us
         record.ended = answer.ended - base
     record.events = array("d", [at - base for at in answer.times])
     record.head = None if answer.headed is None else answer.headed - base

@@ -308,7 +308,7 @@ def _added(measured: Sequence[Measured]) -> Callable[[Axes], None]:
 def svg(panel: Panel, name: str) -> str:
     """One panel as an SVG element that can stand in a page beside others: `name` keeps their identifiers apart."""
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(5.4, 3.4), layout="constrained")
+        figure = Figure(figsize=(5.4, 3.4), layout="tight")
         panel.draw(figure.add_subplot())
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
@@ -324,7 +324,7 @@ def picture(path: Path, measured: Sequence[Measured], settings: Settings) -> Non
     columns = 3
     rows = math.ceil(len(found) / columns)
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(5.2 * columns, 3.4 * rows), layout="constrained")
+        figure = Figure(figsize=(5.2 * columns, 3.4 * rows), layout="tight")
         FigureCanvasAgg(figure)
         figure.suptitle(heading(settings, measured), fontsize=12)
         for place, panel in enumerate(found):

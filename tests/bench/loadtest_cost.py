@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import uvloop
 
@@ -31,7 +32,7 @@ TAIL = chunk(FINISHED[0]) + chunk(DONE) + LAST
 class Stream(asyncio.Protocol):
     """Answers each request with `count` events, written by the beat of all streams."""
 
-    running: set[Stream] = set()
+    running: ClassVar[set[Stream]] = set()
     count = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
