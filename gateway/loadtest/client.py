@@ -50,12 +50,12 @@ class Client:
         self.target, self.asking = target, asking
         self._loop = asyncio.get_running_loop()
         self._pool = ConnectionPool(target.origin, POOL, self._loop)
-        self._timeout, self._prefix, self._keep = timeout, request_id_prefix, keep_bodies
+        self._timeout, self._keep = timeout, keep_bodies
+        self.request_id_prefix = request_id_prefix
         self._dialect = asking.kind.dialect
         lines = [f"{name}: {value}" for name, value in _fields(asking.kind, fields)]
         host = target.origin.host_field.decode()
         self._head = "\r\n".join((f"POST {target.path} HTTP/1.1", f"Host: {host}", *lines, "")).encode()
-        self.events = 0  # output events received so far, by requests that have ended
 
     def octets(self, prompt: Prompt, request_id: str) -> bytes:
         """A request, as it is sent."""
@@ -65,7 +65,8 @@ class Client:
 
     async def ask(self, prompt: Prompt, record: Record, base: float, slot: asyncio.Semaphore | None) -> None:
         """Send one request, and fill in its record. `base`: the run's start. Cancelled, it is recorded as client_gone."""
-        octets = self.octets(prompt, f"{self._prefix}{record.index}" if self._prefix else "")
+        prefix = self.request_id_prefix
+        octets = self.octets(prompt, f"{prefix}{record.index}" if prefix else "")
         if slot is None:
             await self._send(octets, record, base)
         else:
@@ -102,7 +103,8 @@ class Client:
             record.ended = clock() - base
             if answer is not None:
                 _fill_in(record, answer, base)
-                self.events += len(record.events)
+                if self._keep:
+                    record.body = bytes(answer.body)
             if connection is not None:
                 if answer is not None and answer.clean:
                     connection.give_back()
@@ -184,7 +186,6 @@ def _fill_in(record: Record, answer: Answer, base: float) -> None:
     record.head = None if answer.headed is None else answer.headed - base
     record.first_byte = None if answer.first_byte is None else answer.first_byte - base
     record.status = None if head is None else head.status
-    record.body = bytes(answer.body)
     if meter is not None:
         record.first_visible = None if meter.first_visible is None else meter.first_visible - base
         record.prompt_tokens, record.choices, record.reads = meter.prompt_tokens, meter.choices, meter.reads

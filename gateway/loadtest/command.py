@@ -137,6 +137,8 @@ async def _load(settings: Settings) -> tuple[str, list[Run]]:
                 await _warm_up(settings, runner, prompts[0][0])
             if interrupt.happened:
                 break
+            for client, name in zip(clients, ("", "second-"), strict=False):  # one engine may see the requests of all
+                client.request_id_prefix = f"{settings.request_id_prefix}{name}{f'{place + 1}-' if place else ''}"
             _announce(settings, rate, asking.model)
             progress = Progress(runner, settings.progress)
             progress.begin()

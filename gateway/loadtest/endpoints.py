@@ -57,7 +57,7 @@ class Asking:
     kind: Kind
     model: str
     ignore_eos: bool = False
-    logprobs: int | None = None
+    logprobs: int | None = None  # of chat and completions only
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)  # sampling parameters, --extra-body
 
 
@@ -81,9 +81,9 @@ def body(asking: Asking, prompt: Prompt) -> bytes:
     if kind is Kind.RESPONSES:
         said["store"] = False
     if asking.logprobs is not None:
-        said["logprobs"] = asking.logprobs if kind is Kind.COMPLETIONS else True
-        if kind is Kind.CHAT:
-            said["top_logprobs"] = asking.logprobs
+        said |= (
+            {"logprobs": asking.logprobs} if kind is Kind.COMPLETIONS else {"logprobs": True, "top_logprobs": asking.logprobs}
+        )
     if asking.ignore_eos:
         said["ignore_eos"] = True
     said.update(asking.extra)

@@ -153,6 +153,10 @@ _OPTIONS: Final = (
             " tokenpipe[report])."),
     _option("--disable-tqdm", is_flag=True, help="No progress bar (there is none anyway when standard error is no terminal)."),
     _option("--tokenizer", metavar="NAME", help="Only written into the result: tokens are counted by the endpoint."),
+    # of vLLM's tokenizer, which is not there: a script's command line works as it is
+    _option("--tokenizer-mode", hidden=True, expose_value=False),
+    _option("--trust-remote-code", is_flag=True, hidden=True, expose_value=False),
+    _option("--skip-tokenizer-init", is_flag=True, hidden=True, expose_value=False),
 )  # fmt: skip
 
 

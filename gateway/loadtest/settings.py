@@ -85,6 +85,8 @@ def build(flags: Mapping[str, Any], key: str | None) -> Settings:
     endpoint = flags["endpoint"] or kind.path
     if not endpoint.startswith("/"):
         raise ConfigError(f"--endpoint: found {endpoint!r}; expected a path, such as {kind.path}")
+    if flags["logprobs"] is not None and kind not in (Kind.CHAT, Kind.COMPLETIONS):
+        raise ConfigError(f"--logprobs: {backend} has no such field; expected --backend openai-chat or openai")
     ramp = _ramp(flags)
     for flag, suffixes in (("report", (".html", ".htm")), ("plot", RAW)):
         path = flags[flag]

@@ -18,7 +18,6 @@ from gateway.core.outcome import Outcome
 from gateway.loadtest.endpoints import Kind
 from gateway.loadtest.records import Record, Run
 
-GOODPUT = ("ttft", "tpot", "e2el")
 # What vLLM's client takes for a success: any stream that had output and ended without a transport error.
 _VLLM_SUCCESS = (Outcome.COMPLETE, Outcome.STREAM_ERROR, Outcome.UPSTREAM_TRUNCATED)
 
@@ -214,8 +213,8 @@ def check_tester(run: Run) -> SelfCheck:
     gaps = spread(gap for record in records for gap in record.gaps)
     ttfts = spread(ttft for record in records if (ttft := record.ttft) is not None)
     cpu = run.watch.cpu_seconds / max(run.watch.wall_seconds, 1e-9)
-    finite = not math.isinf(run.rate)
     last = max((record.arrived for record in records), default=0.0)
+    gap = max((record.scheduled for record in records), default=0.0) / max(len(records), 1)  # 0: all at once
     arrival_rate = sum(1 for record in records) / len(run.records) / last if last > 0 else 0.0
     doubts = []
     measured, word = (gaps.median, "ITL") if gaps.median > 0 else (ttfts.median, "TTFT")
@@ -227,7 +226,7 @@ def check_tester(run: Run) -> SelfCheck:
             f" (the median {word} is {measured * 1e3:.1f} ms)"
         )
     late = percentile(arrival.ordered, 99)
-    if finite and late > max(LAG_LEAST, LAG_SHARE / run.rate):
+    if gap and late > max(LAG_LEAST, LAG_SHARE * gap):
         doubts.append(f"it sent requests up to {late * 1e3:.1f} ms after their time (99th percentile)")
     if cpu > BUSY:
         doubts.append(f"it was busy for {cpu:.0%} of one core")

@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def flags(*words: str) -> dict[str, Any]:
     """What the command line makes of its words."""
     command = cli.commands["loadtest"]
-    with command.make_context("loadtest", list(words)) as context:
-        assert isinstance(context, click.Context)
+    # its parent's way of asking for help is inherited, and kept by the command
+    with command.make_context("loadtest", list(words), parent=click.Context(cli, **cli.context_settings)) as context:
         return dict(context.params)
 
 

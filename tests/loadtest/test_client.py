@@ -11,11 +11,12 @@ import pytest
 from gateway.core.outcome import Outcome
 from gateway.loadtest.client import Client, LoadtestFailed, first_model
 from gateway.loadtest.datasets import Prompt
-from gateway.loadtest.endpoints import Kind
+from gateway.loadtest.endpoints import Asking, Kind
 from gateway.loadtest.records import Record, Run
 from gateway.loadtest.runner import Interrupt, Runner
 from gateway.loadtest.target import parse
 from tests.loadtest.support import client
+from tests.support import tls
 from tests.support.gateway import until
 from tests.support.messages import HttpWire, Message
 from tests.support.script import (
@@ -232,6 +233,23 @@ async def test_the_first_model(upstream: RawUpstream) -> None:
     upstream.probes["/v1/models"] = reply(404, b"not here", [JSON_TYPE])
     with pytest.raises(LoadtestFailed, match="answers 404, and lists no model; name the model with --model"):
         await first_model(target, [])
+
+
+async def test_tls(certificates: tls.Certificates) -> None:
+    """Checked, unless --insecure says otherwise."""
+    upstream = RawUpstream(stream(*TWO))
+    await upstream.start(tls=certificates.server_context())
+    asking = Asking(Kind.CHAT, "m")
+    checked, unchecked = (
+        Client(parse("URL", upstream.url, Kind.CHAT.path, insecure=insecure), asking, (), timeout=20.0)
+        for insecure in (False, True)
+    )
+    record = await ask(checked)
+    assert record.outcome is Outcome.UPSTREAM_CONNECT
+    assert "self-signed" in record.error or "unable to get local issuer" in record.error
+    assert (await ask(unchecked)).outcome is Outcome.COMPLETE
+    unchecked.close()
+    await upstream.stop()
 
 
 async def test_a_late_blank_line_does_not_make_its_event_late(upstream: RawUpstream, make: Callable[..., Client]) -> None:

@@ -38,7 +38,7 @@ def test_a_command_line_of_vllm_bench_serve() -> None:
         " --dataset-name random --random-input-len 64 --random-output-len 16 --num-prompts 32 --request-rate 4"
         " --burstiness 0.5 --max-concurrency 8 --goodput ttft:300 tpot:50 --percentile-metrics ttft,tpot"
         " --metric-percentiles 50,99 --seed 3 --ignore-eos --save-result --result-dir out --metadata a=1 b=2"
-        " --header x-a=1 --extra-body {\"min_tokens\":1} --temperature 0"
+        " --header x-a=1 --extra-body {\"min_tokens\":1} --temperature 0 --trust-remote-code --tokenizer-mode slow"
     )  # fmt: skip
     made = build(flags(*words.split()), None)
     assert (made.url, made.kind, made.model, made.tokenizer) == ("http://h:8000", Kind.COMPLETIONS, "org/m", "org/m")
@@ -97,6 +97,7 @@ def test_the_key() -> None:
         ("http://h --dataset-name random --dataset-path x", "leave out --dataset-path"),
         ("http://h --prompt a --dataset-path x", "--prompt is a data set of its own"),
         ("http://h --random-range-ratio 1", "--random-range-ratio: found 1.0"),
+        ("http://h --backend responses --logprobs 2", "--logprobs: responses has no such field; expected --backend"),
         ("http://h --endpoint v1/x", "--endpoint: found 'v1/x'"),
         ("http://h --api-key-file /nope", "--api-key-file: /nope cannot be read"),
         ("ftp://h", "URL: found 'ftp://h'; expected http://HOST"),
@@ -142,12 +143,12 @@ PROMPT = Prompt("hi there", 2, 5)
         (Kind.CHAT, {"messages": [{"role": "user", "content": "hi there"}], "max_completion_tokens": 5,
                      "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2}),
         (Kind.COMPLETIONS, {"prompt": "hi there", "max_tokens": 5, "stream_options": {"include_usage": True}, "logprobs": 2}),
-        (Kind.RESPONSES, {"input": "hi there", "max_output_tokens": 5, "store": False, "logprobs": True}),
-        (Kind.MESSAGES, {"messages": [{"role": "user", "content": "hi there"}], "max_tokens": 5, "logprobs": True}),
+        (Kind.RESPONSES, {"input": "hi there", "max_output_tokens": 5, "store": False}),
+        (Kind.MESSAGES, {"messages": [{"role": "user", "content": "hi there"}], "max_tokens": 5}),
     ],
 )  # fmt: skip
 def test_bodies(kind: Kind, expected: dict[str, object]) -> None:
-    asking = Asking(kind, "m", True, 2, {"top_k": 1})
+    asking = Asking(kind, "m", True, 2 if "logprobs" in expected else None, {"top_k": 1})
     common = {"model": "m", "stream": True, "ignore_eos": True, "top_k": 1}
     assert json.loads(body(asking, PROMPT)) == {**common, **expected}
 
