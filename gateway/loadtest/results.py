@@ -70,7 +70,7 @@ def as_json(settings: Settings, model: str, measured: Measured) -> dict[str, Any
         "endpoint_type": settings.backend,
         "backend": settings.backend,
         "label": settings.label,
-        "model_id": model,
+        "model_id": settings.model_id or model,
         "tokenizer_id": settings.tokenizer,
         "num_prompts": run.asked,
         **dict(settings.metadata),
@@ -260,7 +260,9 @@ def result_path(settings: Settings, model: str, run: Run) -> Path:
         else:
             traffic = f"{rate}qps"
         began = run.began.strftime("%Y%m%d-%H%M%S")
-        name = Path(f"{settings.label or settings.backend}-{traffic}{most}-{model.split('/')[-1]}-{began}.json")
+        name = Path(
+            f"{settings.label or settings.backend}-{traffic}{most}-{(settings.model_id or model).split('/')[-1]}-{began}.json"
+        )
     return settings.result_dir / name if settings.result_dir else name
 
 

@@ -41,7 +41,8 @@ class Settings:
     backend: str
     kind: Kind
     endpoint: str
-    model: str | None
+    model: str | None  # in requests
+    model_id: str | None  # in the result
     dataset: Dataset
     num_prompts: int
     rates: tuple[float, ...]
@@ -103,6 +104,7 @@ def build(flags: Mapping[str, Any], key: str | None) -> Settings:
         kind=kind,
         endpoint=endpoint,
         model=flags["served_model_name"] or flags["model"],
+        model_id=flags["model"],
         dataset=dataset,
         num_prompts=flags["num_prompts"],
         rates=_rates(flags["request_rate"]),

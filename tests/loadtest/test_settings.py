@@ -62,6 +62,11 @@ def test_defaults() -> None:
     assert settings("--output-len", "9").dataset.custom_output_len == 9
 
 
+def test_the_model_in_requests_may_have_another_name() -> None:
+    made = settings("--model", "org/m", "--served-model-name", "m")
+    assert (made.model, made.model_id) == ("m", "org/m")
+
+
 def test_the_kind_follows_the_path() -> None:
     assert settings("--endpoint", "/v1/completions").kind is Kind.COMPLETIONS
     assert settings("--backend", "messages").endpoint == "/v1/messages"
