@@ -42,10 +42,10 @@ def loadtest(flags: Mapping[str, Any]) -> int:
     settings = build(
         {**flags, "request_id_prefix": flags["request_id_prefix"] or f"bench-{secrets.token_hex(4)}-"}, _key(flags)
     )
-    if settings.report or settings.plot:
-        _need_plots("--report" if settings.report else "--plot")
-        for path in filter(None, (settings.report, settings.plot)):
+    for flag, path in (("--report", settings.report), ("--plot", settings.plot)):
+        if path is not None:
             _writable(path)
+            _need_plots(flag)
     _take_descriptors()
     with asyncio.Runner(loop_factory=_loop_factory()) as loop:
         model, runs = loop.run(_load(settings))
