@@ -22,6 +22,7 @@ import click
 
 from gateway import __version__
 from gateway.errors import ConfigError, GatewayError
+from gateway.loadtest.options import LoadtestCommand, loadtest_options
 
 _CONFIG = click.Path(path_type=Path)  # whether it can be read is for the loader to say, in its own words
 
@@ -135,6 +136,30 @@ def mock(host: str, port: int, model: str, ttft: str, itl: str, tokens: int, see
     except ValueError as error:  # it begins with the setting's name, which is the flag's
         raise ConfigError(f"--{error}") from None
     return run_mock(settings)
+
+
+@cli.command(cls=LoadtestCommand)
+@loadtest_options
+def loadtest(**flags: Any) -> int:
+    """Load an OpenAI-compatible endpoint, and report TTFT, TPOT, ITL, E2EL and goodput.
+
+    The flags, the table and the JSON are those of `vllm bench serve`. Requests go out on schedule, however late the
+    answers to earlier ones are, and each exactly once. URL is the server's, such as http://127.0.0.1:8000; the path comes
+    from the kind of endpoint.
+
+    \b
+    Examples:
+      tokenpipe loadtest http://127.0.0.1:8000 --request-rate 20 --num-prompts 500
+      tokenpipe loadtest http://gateway:8000 --compare http://engine:8000 --request-rate 5
+      tokenpipe loadtest http://127.0.0.1:8000 --request-rate 1,2,4,8,16 --num-prompts 200 \\
+        --goodput ttft:500 tpot:50 --report report.html
+
+    Ctrl-C reports what is finished. Exit status: 0 when some request succeeded, 1 when none did or the run was
+    interrupted, 2 for bad usage.
+    """
+    from gateway.loadtest.command import loadtest as run_loadtest
+
+    return run_loadtest(flags)
 
 
 def _forget_output() -> None:

@@ -18,7 +18,7 @@ from gateway.config import Config
 from gateway.errors import GatewayError, Refusal
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ("serve", "check", "mock")
+COMMANDS = ("serve", "check", "mock", "loadtest")
 
 
 class Recorder:

@@ -1,0 +1,1 @@
+"""The load tester: schedule, data sets, client, statistics, results, comparison, report."""

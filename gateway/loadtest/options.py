@@ -1,0 +1,167 @@
+"""The flags of `tokenpipe loadtest`: those of `vllm bench serve` under their names, then our own.
+
+It imports nothing but click, for `tokenpipe --help` reads it too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+_Command = TypeVar("_Command", bound=Callable[..., int])
+
+_FILE: Final = click.Path(path_type=Path)
+_COUNT: Final = click.IntRange(min=1)
+_SOME: Final = click.IntRange(min=0)
+
+BACKENDS: Final = (
+    "openai-chat", "openai", "vllm", "openai-responses", "anthropic", "chat", "completions", "responses", "messages",
+)  # fmt: skip
+
+# Flags that take several words after them, as in vLLM's command line, and what such a word looks like.
+_SEVERAL: Final = {
+    "--goodput": re.compile(r"[a-z0-9]+:[0-9.]+"),
+    "--header": re.compile(r"[^\s=:/-][^\s=:/]*=.*", re.DOTALL),
+    "--metadata": re.compile(r"[^\s=:/-][^\s=:/]*=.*", re.DOTALL),
+}
+
+
+class LoadtestCommand(click.Command):
+    """Takes `--goodput ttft:200 tpot:50` for `--goodput ttft:200 --goodput tpot:50`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, repeat_flags(args))
+
+
+def repeat_flags(args: list[str]) -> list[str]:
+    """Each further word of a flag that takes several gets the flag before it."""
+    repeated: list[str] = []
+    flag, taken = "", 0  # the flag whose words these are, and how many it has had
+    for position, word in enumerate(args):
+        if word == "--":
+            return repeated + args[position:]
+        name, equals, _ = word.partition("=")
+        if word.startswith("-"):
+            flag, taken = (name, int(bool(equals))) if name in _SEVERAL else ("", 0)
+        elif flag:
+            if taken and not _SEVERAL[flag].fullmatch(word):
+                flag = ""
+            elif taken:
+                repeated.append(flag)
+            taken += 1
+        repeated.append(word)
+    return repeated
+
+
+def _option(*names: str, **settings: Any) -> Callable[[_Command], _Command]:
+    return click.option(*names, **settings)
+
+
+_OPTIONS: Final = (
+    # where to
+    _option("--compare", metavar="URL", help="A second endpoint: it gets the same load, interleaved, and what URL adds to"
+            " it is reported pair by pair. --num-prompts go to each."),
+    _option("--backend", type=click.Choice(BACKENDS), metavar="KIND", help="The kind of endpoint: openai-chat (or chat),"
+            " openai or vllm (completions), openai-responses (responses), anthropic (messages).  [openai-chat]"),
+    _option("--endpoint", metavar="PATH", help="The path of requests.  [the kind's, such as /v1/chat/completions]"),
+    _option("--base-url", metavar="URL", help="The same as URL."),
+    _option("--host", help="With --port, instead of URL.  [127.0.0.1]"),
+    _option("--port", type=int, help="[8000]"),
+    _option("--model", metavar="NAME", help="The model to ask for.  [the first of /v1/models]"),
+    _option("--served-model-name", metavar="NAME", help="The model's name in requests, if it differs from --model."),
+    _option("--header", metavar="KEY=VALUE", multiple=True, help="A header field of each request; repeat it for more."),
+    _option("--api-key-file", type=_FILE, metavar="FILE", help="The API key. Else it is taken from the environment,"
+            " OPENAI_API_KEY."),
+    _option("--insecure", is_flag=True, help="Do not check the server's certificate."),
+    _option("--ready-check-timeout-sec", type=click.FloatRange(min=0), default=0, metavar="SECONDS",
+            help="Wait so long for the endpoint to take connections.  [0]"),
+    _option("--timeout", type=click.FloatRange(min=0, min_open=True), default=21600.0, metavar="SECONDS",
+            help="The most that one request may take.  [21600, as in vLLM]"),
+    # what is asked
+    _option("--dataset-name", type=click.Choice(("random", "prefix_repetition", "sharegpt", "custom")), metavar="NAME",
+            help="random, prefix_repetition, sharegpt or custom.  [random; custom with --dataset-path or --prompt]"),
+    _option("--dataset-path", type=_FILE, metavar="FILE", help='sharegpt: JSON or JSONL of "conversations"; custom: JSONL of'
+            ' "prompt" or "messages", or .txt with a prompt a line.'),
+    _option("--prompt", multiple=True, metavar="TEXT", help="A prompt of your own; repeat it for more."),
+    _option("--num-prompts", type=_COUNT, default=1000, show_default=True, metavar="N", help="Requests to send."),
+    _option("--seed", type=int, default=0, show_default=True, help="The same seed, the same prompts and arrivals."),
+    _option("--disable-shuffle", is_flag=True, help="Take a file's prompts in their order."),
+    _option("--input-len", type=_COUNT, metavar="TOKENS", help="Sets --random-input-len."),
+    _option("--output-len", type=_COUNT, metavar="TOKENS", help="Sets the output length of whichever data set."),
+    _option("--random-input-len", type=_COUNT, default=1024, show_default=True, metavar="TOKENS", help="Of a prompt."),
+    _option("--random-output-len", type=_COUNT, default=128, show_default=True, metavar="TOKENS", help="Of an answer."),
+    _option("--random-range-ratio", type=float, default=0.0, show_default=True, metavar="R",
+            help="Lengths are drawn from LEN*(1-R) to LEN*(1+R)."),
+    _option("--random-prefix-len", type=_SOME, default=0, show_default=True, metavar="TOKENS", help="That all prompts share."),
+    _option("--prefix-repetition-prefix-len", type=_COUNT, default=256, show_default=True, metavar="TOKENS",
+            help="Of each prefix."),
+    _option("--prefix-repetition-suffix-len", type=_SOME, default=256, show_default=True, metavar="TOKENS",
+            help="Of what follows it."),
+    _option("--prefix-repetition-num-prefixes", type=_COUNT, default=10, show_default=True, metavar="N", help="Prefixes."),
+    _option("--prefix-repetition-output-len", type=_COUNT, default=128, show_default=True, metavar="TOKENS",
+            help="Of an answer."),
+    _option("--sharegpt-output-len", type=_COUNT, metavar="TOKENS", help="Of an answer.  [that of the file]"),
+    _option("--custom-output-len", type=click.IntRange(min=-1), default=256, show_default=True, metavar="TOKENS",
+            help="Of an answer; -1: output_tokens of the file, or the model's own end."),
+    _option("--ignore-eos/--no-ignore-eos", default=None, help="Have the engine go on to the length asked for.  [with random"
+            " prompts only]"),
+    _option("--logprobs", type=_SOME, metavar="N", help="Ask for log probabilities."),
+    _option("--temperature", type=float, help="Of the sampling; what is not given is the server's to choose."),
+    _option("--top-p", type=float, help="Likewise."),
+    _option("--top-k", type=int, help="Likewise."),
+    _option("--min-p", type=float, help="Likewise."),
+    _option("--frequency-penalty", type=float, help="Likewise."),
+    _option("--presence-penalty", type=float, help="Likewise."),
+    _option("--repetition-penalty", type=float, help="Likewise."),
+    _option("--extra-body", metavar="JSON", help="An object whose members go into each request's body."),
+    _option("--request-id-prefix", metavar="TEXT", help="x-request-id is this and the request's number.  [bench-RANDOM-]"),
+    # when
+    _option("--request-rate", default="inf", show_default=True, metavar="R[,R...]", help="Requests a second; inf: all at once."
+            " Several rates are run one after another, and --report shows goodput over rate."),
+    _option("--burstiness", default="1.0", show_default=True, metavar="B", help="1: a Poisson process; below: more bursty;"
+            " above: more even; inf: even gaps."),
+    _option("--max-concurrency", type=_COUNT, metavar="N", help="Requests under way at most. What waits for a place is"
+            " reported as client queue time, and no part of TTFT."),
+    _option("--ramp-up-strategy", type=click.Choice(("linear", "exponential")), metavar="HOW",
+            help="linear or exponential: the rate grows over the run, instead of --request-rate."),
+    _option("--ramp-up-start-rps", type=float, metavar="R", help="Where the ramp begins."),
+    _option("--ramp-up-end-rps", type=float, metavar="R", help="Where it ends."),
+    _option("--num-warmups", type=_SOME, default=0, show_default=True, metavar="N", help="Requests before, not measured."),
+    # what is reported
+    _option("--goodput", multiple=True, metavar="KEY:MS", help="Count requests that keep limits, such as ttft:200 tpot:50"
+            " e2el:5000, all of them."),
+    _option("--percentile-metrics", default="ttft,tpot,itl,e2el,client_queue_time,e2el_including_client_queue",
+            metavar="NAMES", help="What to report.  [all: ttft,tpot,itl,e2el,client_queue_time,e2el_including_client_queue]"),
+    _option("--metric-percentiles", default="50,90,95,99", show_default=True, metavar="P,...", help="Which percentiles."),
+    _option("--success", type=click.Choice(("strict", "vllm")), default="strict", show_default=True,
+            metavar="strict|vllm", help="What counts as a success. strict: the stream came to its terminal event, without an"
+            " error in it. vllm: as vllm bench serve has it, which takes a cut stream for a success."),
+    _option("--save-result", is_flag=True, help="Write the result as JSON, with the field names of vllm bench serve."),
+    _option("--save-detailed", is_flag=True, help="In it, every request's times, texts and errors."),
+    _option("--append-result", is_flag=True, help="Append it to the file, as one more line."),
+    _option("--result-dir", type=_FILE, metavar="DIR", help="Where to.  [here]"),
+    _option("--result-filename", metavar="FILE", help="[BACKEND-RATEqps-concurrencyN-MODEL-DATE.json]"),
+    _option("--label", metavar="TEXT", help="Begins the file's name, instead of the backend."),
+    _option("--metadata", metavar="KEY=VALUE", multiple=True, help="Goes into the result; repeat it for more."),
+    _option("--report", type=_FILE, metavar="FILE.html", help="Write a page with tables and plots, all in one file (needs"
+            " tokenpipe[report])."),
+    _option("--plot", type=_FILE, metavar="FILE.png", help="Write the plots as one picture: png, svg or pdf (needs"
+            " tokenpipe[report])."),
+    _option("--disable-tqdm", is_flag=True, help="No progress bar (there is none anyway when standard error is no terminal)."),
+    _option("--tokenizer", metavar="NAME", help="Only written into the result: tokens are counted by the endpoint."),
+    # of vLLM's tokenizer, which is not there: a script's command line works as it is
+    _option("--tokenizer-mode", hidden=True, expose_value=False),
+    _option("--trust-remote-code", is_flag=True, hidden=True, expose_value=False),
+    _option("--skip-tokenizer-init", is_flag=True, hidden=True, expose_value=False),
+)  # fmt: skip
+
+
+def loadtest_options(command: _Command) -> _Command:
+    """All of them, and the URL."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return click.argument("url", required=False)(command)

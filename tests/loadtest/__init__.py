@@ -1,0 +1,1 @@
+"""The load tester's tests."""
