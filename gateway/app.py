@@ -27,6 +27,7 @@ from gateway import config as configuration
 from gateway.config import BackendConfig, Config
 from gateway.control import systemd
 from gateway.control.admin import admin_app
+from gateway.control.operator import Operator
 from gateway.control.probes import Probes, ProbeSettings, Target
 from gateway.core.admission import Admission
 from gateway.core.backend import Backend, HealthSettings
@@ -224,7 +225,9 @@ class App:
             self._servers.append(server)
             self._public.append(listen.url(scheme, sock))
         token = config.admin.token_file.reveal() if config.admin.token_file is not None else None
-        self._admin = web.AppRunner(admin_app(Control(self), token=token), access_log=None, shutdown_timeout=1.0)
+        operator = Operator(self.gateway, self.metrics, self.reload, lambda: configuration.effective(self.config))
+        admin = admin_app(operator, token=token, names=(socket.gethostname(),))
+        self._admin = web.AppRunner(admin, access_log=None, shutdown_timeout=1.0)
         await self._admin.setup()
         await web.SockSite(self._admin, admin_socket, backlog=128).start()
         self._admin_url = listen.url("http", admin_socket)
@@ -426,67 +429,6 @@ class App:
             asked = time.monotonic()
             await asyncio.sleep(LAG_INTERVAL)
             self.metrics.loop_lag(max(time.monotonic() - asked - LAG_INTERVAL, 0.0))
-
-
-class Control:
-    """What the admin listener may ask (control.admin.Control)."""
-
-    def __init__(self, app: App):
-        self._app = app
-
-    async def reload(self) -> None:
-        await self._app.reload()
-
-    def render_metrics(self, accept: str | None) -> tuple[bytes, str]:
-        return self._app.metrics.render(accept)
-
-    def ready(self) -> str | None:
-        if self._app.gateway.draining:
-            return "draining"
-        return None if self._app.gateway.pool.routable else "no backend can be reached"
-
-    def backends(self) -> list[dict[str, Any]]:
-        connections = self._app.gateway.connections
-        return [
-            {
-                "name": b.name,
-                "url": b.url,
-                "state": b.state,
-                "health": b.health.value,
-                "breaker": b.breaker.state.value,
-                "in_flight": b.in_flight,
-                "max_in_flight": b.max_in_flight,
-                "weight": b.weight,
-                "connections": connections[b.name].size,
-                "models": list(b.models),
-            }
-            for b in self._app.gateway.pool.backends
-        ]
-
-    def streams(self) -> list[dict[str, Any]]:
-        now = time.monotonic()
-        return [
-            {
-                "request_id": x.request_id,
-                "client": x.client,
-                "method": x.method,
-                "path": x.path,
-                "model": x.model,
-                "backend": x.backend,
-                "phase": x.phase.value,
-                "age_s": round(now - x.accepted, 3),
-                "output_events": x.meter.events if x.meter is not None else 0,
-                "bytes_out": x.bytes_out,
-                "paused": x.paused_at is not None,
-            }
-            for x in self._app.gateway.exchanges()
-        ]
-
-    def abort(self, request_id: str) -> bool:
-        return bool(self._app.gateway.interrupt(Ended(Outcome.DRAINING, "an operator ended the exchange"), request_id))
-
-    def config(self) -> dict[str, Any]:
-        return configuration.effective(self._app.config)
 
 
 # from the configuration to each part's own settings -------------------------------------------------------------------

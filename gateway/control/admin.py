@@ -3,10 +3,15 @@
 It decides nothing: everything is asked of a `Control`. Its own care is who may ask. With a token, whoever has it.
 Without one, whoever can connect, and that includes the browser of somebody who can: so what changes state is refused to
 pages of other origins (CSRF), and to pages that reached us under a name not known to be ours (DNS rebinding).
+
+The token is a bearer's. A browser cannot be told to send one, so that the live page, its feed, and the end of a stream
+take it as the password of HTTP's Basic scheme too (RFC 7617), and the page asks for it so.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hmac
 import ipaddress
 import json
@@ -17,26 +22,33 @@ from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
 
+from gateway.control import dashboard
+from gateway.control.dashboard_feed import Feed, Source
 from gateway.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})  # kubelets have no token
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Control(Protocol):
-    """What the admin listener may ask of the gateway."""
+class Control(Source, Protocol):
+    """What the admin listener may ask of the gateway, beside what its live page does."""
 
     def render_metrics(self, accept: str | None) -> tuple[bytes, str]:
         """The exposition, and its content type."""
 
     def ready(self) -> str | None:
         """None when requests can be served, else why not, in a few words."""
-
-    def backends(self) -> list[dict[str, Any]]: ...
 
     def streams(self) -> list[dict[str, Any]]:
         """What is in flight: request_id, client, method, path, model, backend, phase, age_s, output_events, bytes_out,
@@ -56,7 +68,8 @@ def admin_app(control: Control, *, token: str | None = None, names: Collection[s
     """The application. `names`: of this host, beside `localhost`, under which a browser may change state."""
     if token == "":
         raise ValueError("an empty admin token would be no token at all")
-    admin = _Admin(control)
+    feed = Feed(control)
+    admin = _Admin(control, feed)
     app = web.Application(middlewares=[_answer, _guard(token, frozenset(name.lower() for name in names))])
     app.add_routes(
         [
@@ -68,16 +81,19 @@ def admin_app(control: Control, *, token: str | None = None, names: Collection[s
             web.delete("/-/streams/{request_id}", admin.abort),
             web.post("/-/reload", admin.reload),
             web.get("/-/config", admin.config),
+            web.get(dashboard.EVENTS, admin.events, allow_head=False),
+            *dashboard.routes(),
         ]
     )
+    app.on_shutdown.append(lambda _: feed.stop())
     return app
 
 
 class _Admin:
     """The handlers: each one asks one question of the control, and writes the answer down."""
 
-    def __init__(self, control: Control):
-        self._control = control
+    def __init__(self, control: Control, feed: Feed):
+        self._control, self._feed = control, feed
 
     async def metrics(self, request: web.Request) -> web.Response:
         accept = ", ".join(request.headers.getall(hdrs.ACCEPT, [])) or None
@@ -114,6 +130,12 @@ class _Admin:
     async def config(self, request: web.Request) -> web.Response:
         return _json(self._control.config())
 
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        if self._feed.full:
+            message = "as many as may watch at a time are watching: close a page, or ask /-/streams and /-/backends"
+            return _error(503, "overloaded", message, {"Retry-After": "10"})
+        return await self._feed.serve(request)
+
 
 @web.middleware
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -141,13 +163,16 @@ def _guard(token: str | None, names: Collection[str]) -> Any:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if token is not None and request.path not in OPEN_PATHS and not _has_token(request, token):
+            if request.path == dashboard.PAGE:
+                return dashboard.ask_for_token()
             challenge = {"WWW-Authenticate": 'Bearer realm="tokenpipe admin"'}
             return _error(401, "unauthenticated", "give the admin token: Authorization: Bearer TOKEN", challenge)
+        why = None
         if request.method not in SAFE_METHODS:
             why = _foreign(request, names, trusted=token is not None)
-            if why is not None:
-                return _error(403, "forbidden", why)
-        return await handler(request)
+        elif token is None and request.path in dashboard.PATHS:
+            why = _unknown_name(request, names)
+        return await handler(request) if why is None else _error(403, "forbidden", why)
 
     return guard
 
@@ -155,8 +180,25 @@ def _guard(token: str | None, names: Collection[str]) -> Any:
 def _has_token(request: web.Request, token: str) -> bool:
     scheme, _, given = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     # As bytes: compare_digest takes no text beyond ASCII, and a header field may hold any octet.
-    same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token.encode())
-    return same and scheme.lower() == "bearer"
+    shown = given.strip().encode("utf-8", "surrogateescape")
+    if scheme.lower() == "basic" and _is_of_the_page(request):
+        shown = _password(shown)
+    elif scheme.lower() != "bearer":
+        return False
+    return hmac.compare_digest(shown, token.encode())
+
+
+def _is_of_the_page(request: web.Request) -> bool:
+    """A browser sends a password with whatever any page asks of us: only this much may be had with one."""
+    return request.path in dashboard.PATHS or (request.method == "DELETE" and request.path.startswith("/-/streams/"))
+
+
+def _password(credentials: bytes) -> bytes:
+    """Of Basic credentials; empty, which no token is, where they are none."""
+    try:
+        return base64.b64decode(credentials, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
 
 
 def _foreign(request: web.Request, names: Collection[str], *, trusted: bool) -> str | None:
@@ -172,9 +214,15 @@ def _foreign(request: web.Request, names: Collection[str], *, trusted: bool) -> 
     host = request.headers.get(hdrs.HOST, "")
     if not host or any(origin.lower().partition("://")[2] != host.lower() for origin in origins):
         return "a page of another origin may not change the gateway"
-    if not trusted and not _is_ours(host, names):
-        return f"{host} is not known to be this gateway: use its address, or set admin.token_file"
-    return None
+    return None if trusted else _unknown_name(request, names)
+
+
+def _unknown_name(request: web.Request, names: Collection[str]) -> str | None:
+    """Why the name that we were reached under may be another's, or None."""
+    host = request.headers.get(hdrs.HOST, "")
+    if _is_ours(host, names):
+        return None
+    return f"{host} is not known to be this gateway: use its address, or set admin.token_file"
 
 
 def _is_ours(host: str, names: Collection[str]) -> bool:
@@ -194,6 +242,5 @@ def _json(content: object, status: int = 200, headers: dict[str, str] | None = N
 
 
 def _error(status: int, code: str, message: str, headers: dict[str, str] | None = None) -> web.Response:
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 500: "api_error"}
-    error = {"message": message, "type": kinds.get(status, "invalid_request_error"), "param": None, "code": code}
+    error = {"message": message, "type": KINDS.get(status, "invalid_request_error"), "param": None, "code": code}
     return _json({"error": error}, status, headers)

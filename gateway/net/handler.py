@@ -18,7 +18,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from gateway.core import headers
 from gateway.core.admission import Admission
@@ -524,12 +524,13 @@ class Gateway:
 
     # from outside -----------------------------------------------------------------------------------------------------
 
-    def exchanges(self) -> Iterable[Exchange]:
-        for call in self.live.values():
+    def exchanges(self) -> Iterator[Exchange]:
+        """All under way, the oldest first, each as it stands when it is come to: there is time between two of them."""
+        for call in list(self.live.values()):
             if call.relay is not None:
                 call.relay.settle()
                 call.exchange.bytes_out = call.relay.body_octets
-        return [call.exchange for call in self.live.values()]
+            yield call.exchange
 
     def interrupt(self, reason: Ended, request_id: str | None = None) -> int:
         """End all exchanges, or those of one id. Returns how many."""

@@ -226,6 +226,15 @@ class Metrics:
     def labels_of(self, exchange: Exchange) -> LabelPair:
         return self._labels(*self._admit(exchange.model, exchange.backend))
 
+    def outcomes(self) -> Counter[str]:
+        """How many exchanges have ended so, whatever their model and backend."""
+        self.fold()
+        counts: Counter[str] = Counter()
+        for series in self.series.values():
+            for (outcome, _), number in series.requests.items():
+                counts[outcome] += number
+        return counts
+
     # ---- what is counted under which name ----
 
     def _count_output(self, exchange: Exchange, series: Series, tpot: float | None) -> None:
