@@ -69,7 +69,13 @@ class Plot {
     this.detail = figure.querySelector(".detail");
     Object.assign(this, { series, stacked, label, tell, points: [], ago: 0, window: WINDOW });
     const title = figure.querySelector("h2").textContent;
-    const slider = { role: "slider", tabindex: 0, "aria-label": `${title}, by the moment`, "aria-valuemin": -WINDOW, "aria-valuemax": 0 };
+    const slider = {
+      role: "slider",
+      tabindex: 0,
+      "aria-label": `${title}, by the moment`,
+      "aria-valuemin": -WINDOW,
+      "aria-valuemax": 0,
+    };
     for (const [key, value] of Object.entries(slider)) this.svg.setAttribute(key, value);
     this.svg.addEventListener("keydown", (event) => this.key(event));
     this.svg.addEventListener("pointermove", (event) => this.choose(this.agoAt(event.offsetX)));
@@ -79,7 +85,16 @@ class Plot {
   }
 
   key(event) {
-    const steps = { ArrowLeft: 1, ArrowDown: 1, ArrowRight: -1, ArrowUp: -1, PageDown: 30, PageUp: -30, Home: WINDOW, End: -WINDOW };
+    const steps = {
+      ArrowLeft: 1,
+      ArrowDown: 1,
+      ArrowRight: -1,
+      ArrowUp: -1,
+      PageDown: 30,
+      PageUp: -30,
+      Home: WINDOW,
+      End: -WINDOW,
+    };
     if (!(event.key in steps)) return;
     event.preventDefault();
     this.choose(Math.round(this.ago) + steps[event.key]);
@@ -118,7 +133,10 @@ class Plot {
     marks.push(draw("text", { x: 0, y: height - 3 }, `${this.window / 60} min ago`));
     marks.push(draw("text", { x: width, y: height - 3, "text-anchor": "end" }, "now"));
     // the first on top: what is stacked on nothing would hide it
-    const lines = this.series.map((_, index) => this.lines(index, x, y)).reverse().flat();
+    const lines = this.series
+      .map((_, index) => this.lines(index, x, y))
+      .reverse()
+      .flat();
     const chosen = this.at(now - this.ago);
     if (this.ago > 0) {
       const at = x(now - this.ago);
@@ -156,9 +174,13 @@ class Plot {
       last = point.t;
     }
     const to = (points) => points.map(([px, py]) => `${px.toFixed(1)},${py.toFixed(1)}`).join("L");
-    const paths = runs.map((run) => draw("path", { class: `${name} ${area ? "solid" : ""}`, d: run.length > 1 ? `M${to(run)}` : `M${to(run)}h0.1` }));
+    const paths = runs.map((run) =>
+      draw("path", { class: `${name} ${area ? "solid" : ""}`, d: run.length > 1 ? `M${to(run)}` : `M${to(run)}h0.1` }),
+    );
     if (!area) return paths;
-    const fills = runs.map((run) => draw("path", { class: `fill ${name}`, d: `M${to(run)}L${to(run.map(([px, , base]) => [px, base]).reverse())}Z` }));
+    const fills = runs.map((run) =>
+      draw("path", { class: `fill ${name}`, d: `M${to(run)}L${to(run.map(([px, , base]) => [px, base]).reverse())}Z` }),
+    );
     return [...fills, ...paths];
   }
 
@@ -196,13 +218,21 @@ const quantiles = (key) => ({
   label: duration,
   tell: (p) =>
     p[key]
-      ? [duration(p[key][0]), "", [{ key: "key", text: "median" }, { key: "key second", text: `p95 ${duration(p[key][1])}` }]]
+      ? [
+          duration(p[key][0]),
+          "",
+          [
+            { key: "key", text: "median" },
+            { key: "key second", text: `p95 ${duration(p[key][1])}` },
+          ],
+        ]
       : ["–", "", [{ text: "none in 10 s" }]],
 });
 
 const total = (counts) => Object.values(counts).reduce((sum, n) => sum + n, 0);
 
-const endings = (after, until) => points.reduce((sum, p) => (p.t > after && p.t <= until ? sum + total(p.ended) : sum), 0);
+const endings = (after, until) =>
+  points.reduce((sum, p) => (p.t > after && p.t <= until ? sum + total(p.ended) : sum), 0);
 
 let points = []; // of the last minutes, in order
 
@@ -271,7 +301,14 @@ class Rows {
 }
 
 function row(cells) {
-  return () => make("tr", { role: "row" }, ...cells.map(([name, children, label]) => make("td", { role: "cell", class: name, ...(label && { "data-label": label }) }, ...children())));
+  return () =>
+    make(
+      "tr",
+      { role: "row" },
+      ...cells.map(([name, children, label]) =>
+        make("td", { role: "cell", class: name, ...(label && { "data-label": label }) }, ...children()),
+      ),
+    );
 }
 
 const two = () => [make("span", { class: "main" }), make("span", { class: "under" })];
@@ -329,7 +366,10 @@ const streamRows = new Rows(
     write(age.firstChild, span(s.age_s));
     write(tokens.firstChild, s.tokens === null ? (s.bytes_out ? octets(s.bytes_out) : "–") : count(s.tokens));
     const silent = s.silent_s > 3 && !s.paused;
-    write(pace.firstChild, silent ? `silent ${span(s.silent_s)}` : s.tokens_per_s === null ? "–" : `${rate(s.tokens_per_s)}/s`);
+    write(
+      pace.firstChild,
+      silent ? `silent ${span(s.silent_s)}` : s.tokens_per_s === null ? "–" : `${rate(s.tokens_per_s)}/s`,
+    );
     pace.firstChild.className = silent ? "main warn" : "main";
     write(held.firstChild, s.held_back_s ? span(s.held_back_s) : "–");
     write(held.lastChild, s.paused ? "still" : "");
@@ -358,10 +398,19 @@ const backendRows = new Rows(
     const [name, state, flight, tokens, connections] = row.cells;
     const more = b.models_total - b.models.length;
     const weight = b.weight === 1 ? "" : `weight ${b.weight}`;
-    fillTwo(name, b.name, [b.models.join(", ") + (more > 0 ? ` and ${more} more` : ""), weight].filter(Boolean).join(" · "));
+    fillTwo(
+      name,
+      b.name,
+      [b.models.join(", ") + (more > 0 ? ` and ${more} more` : ""), weight].filter(Boolean).join(" · "),
+    );
     fillWord(state, b.state, STATES[b.state] ?? "soft");
     const limit = b.max_in_flight;
-    fillLoad(flight, limit ? `${count(b.in_flight)} / ${count(limit)}` : count(b.in_flight), b.in_flight / (limit ?? busiest), limit && b.in_flight >= limit ? "warn" : "");
+    fillLoad(
+      flight,
+      limit ? `${count(b.in_flight)} / ${count(limit)}` : count(b.in_flight),
+      b.in_flight / (limit ?? busiest),
+      limit && b.in_flight >= limit ? "warn" : "",
+    );
     write(tokens.firstChild, rate(b.tokens_per_s));
     write(connections.firstChild, count(b.connections));
   },
@@ -420,7 +469,12 @@ function take(incoming) {
 function show() {
   for (const plot of plots) plot.show(points);
   write($("trouble"), sample.trouble ?? "");
-  write($("facts"), [sample.queued ? `${count(sample.queued)} queued` : "", `up ${span(sample.uptime_s)}`, sample.version].filter(Boolean).join(" · "));
+  write(
+    $("facts"),
+    [sample.queued ? `${count(sample.queued)} queued` : "", `up ${span(sample.uptime_s)}`, sample.version]
+      .filter(Boolean)
+      .join(" · "),
+  );
   document.title = `${count(sample.in_flight)} in flight – tokenpipe`;
   showStreams();
   showBackends();
@@ -432,22 +486,36 @@ function showStreams() {
   const { streams, in_flight } = sample;
   streamRows.show(streams, (s) => s.request_id);
   write($("streams-note"), streams.length ? "" : "Nothing is in flight.");
-  write($("streams-aside"), in_flight > streams.length ? `the ${count(streams.length)} longest of ${count(in_flight)}` : "the longest first");
+  write(
+    $("streams-aside"),
+    in_flight > streams.length ? `the ${count(streams.length)} longest of ${count(in_flight)}` : "the longest first",
+  );
 }
 
 function showBackends() {
   const { backends, backends_total } = sample;
   busiest = Math.max(1, ...backends.map((b) => b.in_flight));
   backendRows.show(backends, (b) => b.name);
-  write($("backends-note"), backends_total > backends.length ? `${count(backends.length)} of ${count(backends_total)}, those that are not up first.` : "");
+  write(
+    $("backends-note"),
+    backends_total > backends.length
+      ? `${count(backends.length)} of ${count(backends_total)}, those that are not up first.`
+      : "",
+  );
 }
 
 function showEndings() {
   const lately = {};
-  for (const point of points) for (const [outcome, n] of Object.entries(point.ended)) lately[outcome] = (lately[outcome] ?? 0) + n;
+  for (const point of points)
+    for (const [outcome, n] of Object.entries(point.ended)) lately[outcome] = (lately[outcome] ?? 0) + n;
   const all = Math.max(total(lately), 1);
   const names = new Set([...Object.keys(sample.outcomes), ...Object.keys(lately)]);
-  const rows = [...names].map((outcome) => ({ outcome, lately: lately[outcome] ?? 0, since: sample.outcomes[outcome] ?? 0, share: (lately[outcome] ?? 0) / all }));
+  const rows = [...names].map((outcome) => ({
+    outcome,
+    lately: lately[outcome] ?? 0,
+    since: sample.outcomes[outcome] ?? 0,
+    share: (lately[outcome] ?? 0) / all,
+  }));
   rows.sort((a, b) => b.since - a.since || a.outcome.localeCompare(b.outcome));
   endingRows.show(rows, (e) => e.outcome);
   write($("endings-note"), rows.length ? "" : "Nothing has ended yet.");
@@ -473,7 +541,10 @@ function say(text) {
 
 function ask(stream) {
   doomed = stream;
-  write($("abort-what"), `${stream.request_id}\n${[stream.model, stream.backend].filter(Boolean).join(" on ")}\nfrom ${stream.client}`);
+  write(
+    $("abort-what"),
+    `${stream.request_id}\n${[stream.model, stream.backend].filter(Boolean).join(" on ")}\nfrom ${stream.client}`,
+  );
   $("abort").showModal();
 }
 
@@ -546,7 +617,10 @@ async function follow(alive, signal) {
     const events = (pending + value).split("\n\n");
     pending = events.pop();
     for (const event of events) {
-      const data = event.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6));
+      const data = event
+        .split("\n")
+        .filter((line) => line.startsWith("data: "))
+        .map((line) => line.slice(6));
       if (!data.length) continue;
       alive();
       take(JSON.parse(data.join("\n")));
@@ -566,7 +640,8 @@ document.addEventListener("visibilitychange", () => {
 });
 
 async function seen() {
-  while (document.hidden) await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
+  while (document.hidden)
+    await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
 }
 
 /** One connection. Returns how long to wait for the next, in ms; null: for ever. */
@@ -615,12 +690,16 @@ async function attempt(failures) {
     return { wait: 0, failures: 0 };
   }
   tellState("lost");
-  notice(sample ? "The gateway cannot be reached. What is shown is from before; this page goes on by itself once it is back." : "The gateway cannot be reached. This page tries again by itself.");
+  notice(
+    sample
+      ? "The gateway cannot be reached. What is shown is from before; this page goes on by itself once it is back."
+      : "The gateway cannot be reached. This page tries again by itself.",
+  );
   return { wait: RETRY[Math.min(failures, RETRY.length - 1)], failures: failures + 1 };
 }
 
 let failures = 0;
-for (let wait = 0; wait !== null; ) {
+for (let wait = 0; wait !== null;) {
   await sleep(wait);
   await seen();
   ({ wait, failures } = await attempt(failures));

@@ -1,7 +1,7 @@
 """The live feed: one task that samples while anybody looks, and a viewer's connection each.
 
 Nobody looks, and nothing runs, nothing is observed: only the points of the last minutes lie here until the next viewer.
-However many look, there is one task, and each sample is put into JSON once. A viewer that is slower than the samples
+However many look, there is one task, and each sample is put into octets once. A viewer that is slower than the samples
 misses some, never points; one that takes nothing for `SEND_TIMEOUT` is dropped.
 """
 
@@ -65,6 +65,7 @@ class Feed:
         self._points: deque[tuple[int, str]] = deque(maxlen=HISTORY)  # numbered from 1, as JSON
         self._taken = 0  # points
         self._state = ""  # the last sample but for its points, as JSON; empty before the first
+        self._event = b""  # the last sample, with its own point alone
         self._news = asyncio.Event()  # a new one for each sample
 
     @property
@@ -80,7 +81,7 @@ class Feed:
             _bound_buffer(request)
             await response.prepare(request)
             async with response:
-                await self._show(response, sampling)
+                await self._show(request, response, sampling)
         except (ConnectionError, TimeoutError) as error:
             log.debug("a viewer of the live page has gone: %r", error)
         finally:
@@ -111,19 +112,30 @@ class Feed:
         """Stop sampling, and wake whoever waits for samples."""
         if self._sampling is not None:
             self._sampling.cancel()
-            self._sampling, self._state = None, ""
+            self._sampling, self._state, self._event = None, "", b""
             self._source.observe(None)
         self._tell()
 
-    async def _show(self, response: EventSourceResponse, sampling: asyncio.Task[None]) -> None:
+    async def _show(self, request: web.Request, response: EventSourceResponse, sampling: asyncio.Task[None]) -> None:
         seen = 0  # points
         while self._sampling is sampling:
             news = self._news
             if self._state:
-                points = ",".join([point for number, point in self._points if number > seen])
+                event = self._event if seen == self._taken - 1 else self._event_since(seen)
                 seen = self._taken
-                await response.send(f'{{"points":[{points}],{self._state[1:]}', event="sample")
+                try:
+                    async with asyncio.timeout(self._send_timeout):
+                        await response.write(event)  # not `send`, which looks for line ends in it for each viewer anew
+                except TimeoutError:
+                    if request.transport is not None:
+                        request.transport.abort()  # it would not take the end either
+                    raise
             await news.wait()
+
+    def _event_since(self, seen: int) -> bytes:
+        """The last sample, with all points after this one. JSON has no line ends, so that it is one data line."""
+        points = ",".join([point for number, point in self._points if number > seen])
+        return f'event: sample\ndata: {{"points":[{points}],{self._state[1:]}\n\n'.encode()
 
     # sampling ---------------------------------------------------------------------------------------------------------
 
@@ -162,6 +174,7 @@ class Feed:
             "outcomes": dict(self._source.outcomes()),
         }
         self._state = json.dumps(state, separators=(",", ":"))
+        self._event = self._event_since(self._taken - 1)
 
     def _tell(self) -> None:
         news, self._news = self._news, asyncio.Event()

@@ -172,7 +172,8 @@ async def test_readyz_and_health(start_gateway: Start, upstream: RawUpstream) ->
 
 
 @pytest.mark.parametrize(
-    "path", ["/metrics", "/livez", "/readyz", "/-/backends", "/-/streams", "/-/config", "/-/reload"]
+    "path",
+    ["/metrics", "/livez", "/readyz", "/-/backends", "/-/streams", "/-/config", "/-/reload", "/-/dashboard", "/-/events"],
 )
 async def test_never_on_the_public_port(gateway: Gateway, upstream: RawUpstream, path: str) -> None:
     """The public listener knows none of it, and neither does a backend."""
@@ -191,7 +192,7 @@ async def test_token(start_gateway: Start, upstream: RawUpstream, tmp_path: Path
     right = [("Authorization", "Bearer s3cret-of-the-admin")]
     for path in ("/livez", "/readyz"):
         assert (await gateway.admin(s.get(path))).status == 200
-    for path in ("/metrics", "/-/backends", "/-/streams", "/-/config", "/nothing"):
+    for path in ("/metrics", "/-/backends", "/-/streams", "/-/config", "/-/dashboard", "/-/dashboard.js", "/nothing"):
         for fields in ([], [("Authorization", "Bearer wrong")], [("Authorization", "Basic s3cret-of-the-admin")]):
             assert (await gateway.admin(s.get(path, fields))).status == 401, path
         answer = await gateway.admin(s.get(path, right))

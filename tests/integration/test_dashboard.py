@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -46,16 +47,19 @@ def expect(what: Any) -> Any:
 
 @pytest.fixture
 async def look(browser: Browser) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-    """`await look(url, **options)`: a page that is live; nothing may have gone wrong on it at the end."""
+    """`await look(url, **options)`: a page that is live; nothing may have gone wrong on it at the end.
+
+    `first`: a script that runs before the page's own.
+    """
     open_pages: list[tuple[Any, Any, list[str]]] = []
 
-    async def look(url: str, *, live: bool = True, **options: Any) -> Any:
+    async def look(url: str, *, first: str = "", **options: Any) -> Any:
         context = browser.page(**options)
         page, wrong = await context.__aenter__()
         open_pages.append((context, page, wrong))
+        await browser(page.add_init_script(first))
         await browser(page.goto(url))
-        if live:
-            await browser(expect(page.locator("#connection")).to_have_text("Live"))
+        await browser(expect(page.locator("#connection")).to_have_text("Live"))
         return page
 
     yield look
@@ -63,6 +67,11 @@ async def look(browser: Browser) -> AsyncIterator[Callable[..., Awaitable[Any]]]
         await context.__aexit__(None, None, None)
     complaints = [text for _, _, wrong in open_pages for text in wrong if not REFUSED.search(text)]
     assert not complaints
+
+
+def sooner(late: int, soon: int) -> str:
+    """A script: whoever asks to be called after `late` ms is called after `soon`."""
+    return f"const later = setTimeout; window.setTimeout = (f, ms) => later(f, ms === {late} ? {soon} : ms);"
 
 
 def chat(request_id: str, **members: Any) -> bytes:
@@ -235,10 +244,8 @@ CONTRAST = """() => {
 }"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
 async def test_phone_and_desk_light_and_dark(
-    gateway: Gateway, upstream: RawUpstream, connect: Connect, browser: Browser, look: Any, scheme: str, width: int
+    gateway: Gateway, upstream: RawUpstream, connect: Connect, browser: Browser, look: Any
 ) -> None:
     """Nothing is wider than the window, all text has a contrast of 4.5 and more (WCAG 1.4.3), buttons can be hit.
 
@@ -246,20 +253,19 @@ async def test_phone_and_desk_light_and_dark(
     """
     client = await connect()
     wire = await streaming(upstream, client, "a" * 100, 2, model=NASTY)
-    page = await look(
-        address(gateway), viewport={"width": width, "height": 760}, color_scheme=scheme, reduced_motion="reduce",
-        has_touch=width < 400,
-    )  # fmt: skip
-    await browser(expect(page.locator("#stream-rows tr")).to_have_count(1))
+    page = await look(address(gateway), reduced_motion="reduce", has_touch=True)
     await browser(expect(page.locator("#stream-rows")).to_contain_text(NASTY[:60]))
     assert await browser(page.locator("main img, main script").count()) == 0
-    layout = await browser(page.evaluate(LAYOUT))
-    assert (layout["wide"], layout["small"], layout["clipped"]) == (False, 0, 0)
-    darkness = sum(map(int, re.findall(r"\d+", layout["ground"])[:3]))
-    assert darkness < 128 if scheme == "dark" else darkness > 640
-    await browser(page.locator("#stream-rows button").click())
-    assert await browser(page.evaluate(CONTRAST)) == []
-    await browser(page.keyboard.press("Escape"))
+    for width, scheme in itertools.product((360, 820, 1280), ("light", "dark")):
+        await browser(page.set_viewport_size({"width": width, "height": 760}))
+        await browser(page.emulate_media(color_scheme=scheme, reduced_motion="reduce"))
+        layout = await browser(page.evaluate(LAYOUT))
+        assert (layout["wide"], layout["small"], layout["clipped"]) == (False, 0, 0), (width, scheme)
+        darkness = sum(map(int, re.findall(r"\d+", layout["ground"])[:3]))
+        assert darkness < 128 if scheme == "dark" else darkness > 640
+        await browser(page.locator("#stream-rows button").click())
+        assert await browser(page.evaluate(CONTRAST)) == [], (width, scheme)
+        await browser(page.keyboard.press("Escape"))
     assert await browser(page.locator(".bar i").first.evaluate("e => getComputedStyle(e).transitionDuration")) == "0s"
     wire.reset()
 
@@ -285,7 +291,7 @@ async def test_it_leaves_a_gateway_that_falls_silent(
 ) -> None:
     """A connection that is there, but brings nothing, is not taken for a live one."""
     gateway = await start_gateway(backends=[upstream.url])
-    page = await look(address(gateway))
+    page = await look(address(gateway), first=sooner(5000, 2000))
     gateway.signal(signal.SIGSTOP)
     try:
         await browser(expect(page.locator("#connection")).to_have_text("Reconnecting"))
@@ -317,11 +323,24 @@ def watching(gateway: Gateway) -> int:
     return sum(row[1].endswith(f":{gateway.admin_port:04X}") and row[3] == "01" for row in rows)
 
 
+HIDDEN = """hidden => {
+    Object.defineProperty(document, 'hidden', {value: hidden, configurable: true});
+    document.dispatchEvent(new Event('visibilitychange'));
+}"""
+
+
 async def test_nobody_looks(gateway: Gateway, browser: Browser) -> None:
-    """A page that is closed takes its feed with it."""
+    """A page that is left in the background for half a minute asks no more, and one that is closed never."""
     await until(lambda: not watching(gateway), "the end of what was before")
-    async with browser.page() as (page, _):
+    async with browser.page() as (page, wrong):
+        await browser(page.add_init_script(sooner(30000, 50)))
         await browser(page.goto(address(gateway)))
         await browser(expect(page.locator("#connection")).to_have_text("Live"))
-        assert watching(gateway)
-    await until(lambda: not watching(gateway), "the feed's end")
+        connections = watching(gateway)
+        await browser(page.evaluate(HIDDEN, True))
+        await browser(expect(page.locator("#connection")).to_have_text("Resting"))
+        await until(lambda: watching(gateway) < connections, "the feed's end")
+        await browser(page.evaluate(HIDDEN, False))
+        await browser(expect(page.locator("#connection")).to_have_text("Live"))
+    assert not wrong
+    await until(lambda: not watching(gateway), "the end of all that it asked for")
