@@ -47,7 +47,7 @@ def _serve_options(command: _Command) -> _Command:
     options = (
         click.option("--host", help="Address of the public listener.  [127.0.0.1]"),
         click.option("--port", type=int, help="Its port; 0 takes a free one.  [8000]"),
-        click.option("--admin-host", help="Address of the admin listener: metrics, health, management.  [127.0.0.1]"),
+        click.option("--admin-host", help="Address of the admin listener: metrics, health, live page.  [127.0.0.1]"),
         click.option("--admin-port", type=int, help="Its port; 0 takes a free one.  [9400]"),
         click.option(
             "--backend",
