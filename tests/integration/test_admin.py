@@ -187,7 +187,7 @@ async def test_token(start_gateway: Start, upstream: RawUpstream, tmp_path: Path
     """Everything but livez and readyz asks for it, and it stands nowhere in what is told."""
     token = tmp_path / "token"
     token.write_text("s3cret-of-the-admin\n")
-    config = {"admin": {"listen": "127.0.0.1:0", "token_file": str(token)}}
+    config = {"listen": "127.0.0.1:0", "admin": {"listen": "127.0.0.1:0", "token_file": str(token)}}
     gateway = await start_gateway(config=config, backends=[upstream.url])
     right = [("Authorization", "Bearer s3cret-of-the-admin")]
     for path in ("/livez", "/readyz"):

@@ -306,7 +306,7 @@ async def test_the_token(
     """The browser asks for it, and sends it along with the feed, and with the end of a stream."""
     token = tmp_path / "token"
     token.write_text("s3cret-of-the-admin\n")
-    config = {"admin": {"listen": "127.0.0.1:0", "token_file": str(token)}}
+    config = {"listen": "127.0.0.1:0", "admin": {"listen": "127.0.0.1:0", "token_file": str(token)}}
     gateway = await start_gateway(config=config, backends=[upstream.url])
     page = await look(address(gateway), http_credentials={"username": "", "password": "s3cret-of-the-admin"})
     client = await gateway.connect()
