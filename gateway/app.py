@@ -124,7 +124,7 @@ class App:
                 live=lambda: self.gateway.exchanges(),
                 backends=self._backend_samples,
                 queue_depth=lambda: self.gateway.admission.waiting,
-                write_buffer_bytes=lambda: sum(c.buffered for front in self._fronts for c in front.clients),
+                write_buffers=lambda: (client.buffered for client in self._clients()),
             ),
             wall=time.time,
             version=__version__,

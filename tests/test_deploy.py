@@ -94,8 +94,8 @@ def test_prometheus_takes_the_scrape_job() -> None:
 
 def test_rules_ask_for_what_is_exported() -> None:
     live: list[Exchange] = []
-    metrics = Metrics(Sources(list, lambda: live, list, lambda: 0, lambda: 0), wall=lambda: 0.0, version="1")
-    families = set(re.findall(r"^# TYPE (\S+)", metrics.render(None)[0].decode(), re.MULTILINE))
+    metrics = Metrics(Sources(list, lambda: live, list, lambda: 0, list), wall=lambda: 0.0, version="1")
+    families = set(re.findall(r"^# TYPE (\S+)", b"".join(metrics.render(None)[0]).decode(), re.MULTILINE))
     recorded = set(re.findall(r"record: (\S+)", RULES.read_text()))
     for group in yaml.safe_load(RULES.read_text())["groups"]:
         for rule in group["rules"]:

@@ -10,13 +10,14 @@ take it as the password of HTTP's Basic scheme too (RFC 7617), and the page asks
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hmac
 import ipaddress
 import json
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -44,8 +45,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Control(Source, Protocol):
     """What the admin listener may ask of the gateway, beside what its live page does."""
 
-    def render_metrics(self, accept: str | None) -> tuple[bytes, str]:
-        """The exposition, and its content type."""
+    def render_metrics(self, accept: str | None) -> tuple[Iterator[bytes], str]:
+        """The exposition, in pieces that are made one after the other, and its content type."""
 
     def ready(self) -> str | None:
         """None when requests can be served, else why not, in a few words."""
@@ -97,8 +98,8 @@ class _Admin:
 
     async def metrics(self, request: web.Request) -> web.Response:
         accept = ", ".join(request.headers.getall(hdrs.ACCEPT, [])) or None
-        body, content_type = self._control.render_metrics(accept)
-        return web.Response(body=body, headers={hdrs.CONTENT_TYPE: content_type})
+        pieces, content_type = self._control.render_metrics(accept)
+        return web.Response(body=_in_turn(pieces), headers={hdrs.CONTENT_TYPE: content_type})
 
     async def livez(self, request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -135,6 +136,14 @@ class _Admin:
             message = "as many as may watch at a time are watching: close a page, or ask /-/streams and /-/backends"
             return _error(503, "overloaded", message, {"Retry-After": "10"})
         return await self._feed.serve(request)
+
+
+async def _in_turn(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """The pieces, each made in a turn of the event loop's of its own: whatever has come for a stream meanwhile goes first."""
+    for piece in pieces:
+        if piece:
+            yield piece
+        await asyncio.sleep(0)
 
 
 @web.middleware

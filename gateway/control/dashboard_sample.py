@@ -95,7 +95,7 @@ class Sampler(Silent):
         self._take_in(exchange, exchange.ended or self._last_point)
         self._seen.pop(exchange, None)
         self._outcomes[exchange.outcome or Outcome.INTERNAL] += 1
-        tpot = durations(exchange).tpot
+        *_, tpot, _total = durations(exchange)
         if tpot is not None:
             self._tpot[-1].add(tpot)
 

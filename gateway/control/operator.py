@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from gateway import __version__
@@ -33,7 +33,7 @@ class Operator:
     def config(self) -> dict[str, Any]:
         return self._config()
 
-    def render_metrics(self, accept: str | None) -> tuple[bytes, str]:
+    def render_metrics(self, accept: str | None) -> tuple[Iterator[bytes], str]:
         return self._metrics.render(accept)
 
     def ready(self) -> str | None:

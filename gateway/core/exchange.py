@@ -18,7 +18,8 @@ class Exchange:
     """Attributes stand at what the class says until something happens: most of them never change in most exchanges."""
 
     key: str | None = None  # the name of the API key, never the key
-    trace_id: str | None = None
+    trace_id: str | None = None  # of the request's traceparent field
+    sampled = False  # somebody keeps that trace
     model: str | None = None  # as the client named it: bounded before it becomes a label
     stream: bool | None = None  # whether the request asked for a stream
     backend: str | None = None
@@ -35,6 +36,7 @@ class Exchange:
     bytes_out = 0
     # times (metrics.md 2.1); `accepted`, t_acc, is when the request's head had been parsed
     body_read: float | None = None  # t_body
+    queued: float | None = None  # had to wait to be admitted, from then on
     selected: float | None = None  # t_sel: admitted, and a backend picked
     connect_began: float | None = None  # of the last attempt
     connected: float | None = None
@@ -47,7 +49,7 @@ class Exchange:
     paused_at: float | None = None
     paused_seconds = 0.0
     meter: Meter | None = None  # what was seen in the response's body
-    counted: tuple[int, int, bool] = (0, 0, False)  # what a scrape has counted: bytes in, bytes out, whether the TTFT
+    counted: tuple[int, int, bool] | None = None  # what a scrape has counted already: bytes in, bytes out, whether the TTFT
 
     def __init__(self, request_id: str, client: str, method: str, path: str, accepted: float):
         self.request_id, self.client, self.method, self.path, self.accepted = request_id, client, method, path, accepted

@@ -76,7 +76,10 @@ _DIGITS = re.compile(rb"[0-9]{1,19}")
 HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9\-._~%!$&'()*+;=]*)(?::[0-9]{0,5})?")
 _VERSIONS = {b"HTTP/1.1": 1, b"HTTP/1.0": 0}
 
-_NAMED = b"host content-length transfer-encoding connection upgrade expect content-type content-encoding x-request-id via date"
+_NAMED = (
+    b"host content-length transfer-encoding connection upgrade expect content-type content-encoding x-request-id via date "
+    b"traceparent"
+)
 # Hop-by-hop fields (RFC 9110 section 7.6.1); Expect, which the gateway answers; and what it writes itself.
 _NOT_UPSTREAM = (
     b"connection keep-alive proxy-connection proxy-authorization te trailer transfer-encoding upgrade http2-settings "

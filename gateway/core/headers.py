@@ -26,6 +26,8 @@ _media_types: dict[bytes, bytes] = {}  # by the field's value: they are few, and
 _REMEMBERED_MOST, _REMEMBERED_LENGTH = 256, 160  # values, octets of one
 # What may stand in a log line, a URL and a header field alike; vLLM makes it a part of its own ids.
 _SANE_ID = re.compile(rb"[A-Za-z0-9._~:/+=@\-]{1,128}")
+# W3C Trace Context, section 3.2: version, trace id, parent id, flags. A later version may have more behind them.
+_TRACEPARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})(-.*)?")
 
 
 class Peer(NamedTuple):
@@ -39,6 +41,14 @@ def request_id(head: RequestHead) -> bytes | None:
     """The client's own X-Request-Id, where it is sane and given once."""
     given = head.named.get(b"x-request-id")
     return given if given is not None and _SANE_ID.fullmatch(given) else None
+
+
+def trace(head: RequestHead) -> tuple[str | None, bool]:
+    """The trace that the request belongs to, by its traceparent field, and whether somebody keeps it (sampled)."""
+    found = _TRACEPARENT.fullmatch(head.named[b"traceparent"])
+    if found is None or (found[1] == b"00" and found[4] is not None):
+        return None, False
+    return found[2].decode(), bool(int(found[3], 16) & 1)
 
 
 def options(named: dict[bytes, bytes], name: bytes) -> list[bytes]:

@@ -154,6 +154,8 @@ class Gateway:
         request_id = self._request_id(head)
         method = head.method.decode() if head is not None else ""
         exchange = Exchange(request_id.decode(), client.address, method, "", request.accepted)
+        if head is not None and b"traceparent" in head.named:
+            exchange.trace_id, exchange.sampled = headers.trace(head)
         call = client.call = Call(exchange, request_id, request, self.policy)
         self.live[id(call)] = call
         return call
@@ -196,7 +198,7 @@ class Gateway:
     async def _queue(self, call: Call) -> None:
         """Wait for a slot. Raises Refusal."""
         admission = self.admission
-        call.exchange.phase = Phase.QUEUE
+        call.exchange.phase, call.exchange.queued = Phase.QUEUE, time.monotonic()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ticket = admission.ticket(lambda: self._granted(call, turn))
         seconds = call.policy.timeouts.queue

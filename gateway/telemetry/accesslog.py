@@ -24,6 +24,7 @@ MAX_TEXT = 2048
 Field = str | int | float | bool | None
 
 _PLAIN = re.compile(r'[^\x00-\x20"=\\\x7f-\U0010ffff]+')
+_STREAM = {None: "", True: " stream=true", False: " stream=false"}
 _encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
 _encode_fast = msgspec.json.Encoder().encode
 
@@ -31,19 +32,49 @@ _encode_fast = msgspec.json.Encoder().encode
 class AccessLog(Silent):
     """Writes a line (without its end) for each exchange that ended. `wall` is the time of day, in seconds."""
 
-    __slots__ = ("_format", "_wall", "_write")
+    __slots__ = ("_text", "_wall", "_write")
 
     def __init__(self, write: Callable[[str], object], *, wall: Callable[[], float], form: str = "text"):
         self._write, self._wall = write, wall
-        self._format = {"json": to_json, "text": to_text}[form]
+        self._text = {"json": False, "text": True}[form]
 
     def ended(self, exchange: Exchange) -> None:
-        self._write(self._format(fields(exchange, self._wall())))
+        now = self._wall()
+        if self._text:
+            self._write(usual_text(exchange, now) or to_text(fields(exchange, now)))
+        else:
+            self._write(to_json(fields(exchange, now)))
+
+
+def usual_text(x: Exchange, now: float) -> str | None:
+    """What `to_text` makes of `fields`, in one go, at a third of the cost; None where a value is not plain, or too long."""
+    given = f"{x.request_id}{x.client}{x.method}{x.path}{x.model}{x.backend}{x.key}{x.trace_id}{x.prefill_backend}{x.code}"
+    if len(given) > MAX_TEXT or not _PLAIN.fullmatch(given) or "?" in given:
+        return None
+    meter = x.meter
+    prompt_tokens, output_tokens = (None, None) if meter is None else (meter.prompt_tokens, meter.output_tokens)
+    queue, connect, first_byte, ttft, tpot, total = durations(x)
+    line = (
+        f"time={rfc3339(now)} request_id={x.request_id}{'' if x.trace_id is None else f' trace_id={x.trace_id}'} "
+        f"client={x.client}{'' if x.key is None else f' key={x.key}'} method={x.method} path={x.path}"
+        f"{'' if x.model is None else f' model={x.model}'}{_STREAM[x.stream]}"
+        f"{'' if x.backend is None else f' backend={x.backend}'}"
+        f"{'' if x.prefill_backend is None else f' prefill_backend={x.prefill_backend}'}"
+        f"{'' if x.status is None else f' status={x.status}'}{'' if x.outcome is None else f' outcome={x.outcome}'}"
+        f"{'' if x.code is None else f' code={x.code}'} phase={x.phase} bytes_in={x.bytes_in} bytes_out={x.bytes_out}"
+        f"{'' if queue is None else f' queue_s={queue:.6f}'}{'' if connect is None else f' connect_s={connect:.6f}'}"
+        f"{'' if first_byte is None else f' ttfb_s={first_byte:.6f}'}{'' if ttft is None else f' ttft_s={ttft:.6f}'}"
+        f"{'' if tpot is None else f' tpot_s={tpot:.6f}'}{'' if total is None else f' duration_s={total:.6f}'}"
+        f"{'' if prompt_tokens is None else f' prompt_tokens={prompt_tokens}'}"
+        f"{'' if output_tokens is None else f' output_tokens={output_tokens}'} attempts={x.attempts}"
+    )
+    return None if "= " in line else line  # a value that is empty is to be seen as such
 
 
 def fields(exchange: Exchange, now: float) -> dict[str, Field]:
     """All the fields, in their order; None where there is nothing to say."""
-    took, meter = durations(exchange), exchange.meter
+    meter = exchange.meter
+    queue, connect, first_byte, ttft, tpot, total = durations(exchange)
     return {
         "time": rfc3339(now),
         "request_id": _short(exchange.request_id),
@@ -62,12 +93,12 @@ def fields(exchange: Exchange, now: float) -> dict[str, Field]:
         "phase": exchange.phase,
         "bytes_in": exchange.bytes_in,
         "bytes_out": exchange.bytes_out,
-        "queue_s": _rounded(took.queue),
-        "connect_s": _rounded(took.connect),
-        "ttfb_s": _rounded(took.first_byte),
-        "ttft_s": _rounded(took.ttft),
-        "tpot_s": _rounded(took.tpot),
-        "duration_s": _rounded(took.total),
+        "queue_s": _rounded(queue),
+        "connect_s": _rounded(connect),
+        "ttfb_s": _rounded(first_byte),
+        "ttft_s": _rounded(ttft),
+        "tpot_s": _rounded(tpot),
+        "duration_s": _rounded(total),
         "prompt_tokens": None if meter is None else meter.prompt_tokens,
         "output_tokens": None if meter is None else meter.output_tokens,
         "attempts": exchange.attempts,

@@ -1,35 +1,34 @@
-"""The scrape: what `metrics` has counted, turned into Prometheus's families and text.
+"""The scrape: what `metrics` has counted, as text.
 
-One custom collector on a registry of our own (the library's global one belongs to nobody). It first settles the running
-exchanges, so that a stream of ten minutes is seen while it runs, then reads the plain numbers. Every family is always
-there, with help and type, even while it has no sample; a histogram nobody has observed yet has none.
+It first settles the running exchanges, so that a stream of ten minutes is seen while it runs, then reads the plain
+numbers. Every family is always there, with help and type, even while it has no sample; a histogram nobody has observed
+yet has none, but for that of the first token: an objective is set on it, and what has not begun at zero has no rate.
+
+All of it is done in pieces, of which none takes as much as a millisecond, so that whoever asks for them can let the event
+loop do other things in between: a gateway with hundreds of series and thousands of streams is read without holding up a
+single token. So it is no snapshot of one moment, but each histogram is consistent in itself.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import generate_latest as text
-from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
+from prometheus_client import ProcessCollector
 
 from gateway.core.outcome import Phase
 from gateway.telemetry.histogram import Histogram
+from gateway.telemetry.page import Page, labels, sample, wants_openmetrics
 
 if TYPE_CHECKING:
-    from gateway.telemetry.metrics import BackendTally, LabelPair, Metrics, Series
+    from gateway.telemetry.metrics import BackendTally, Metrics
+    from gateway.telemetry.series import LabelPair, Series
 
 PREFIX = "tokenpipe_"
-
-# Prometheus 3 fails the scrape over a content type it cannot read: these are ours, whatever the library's newest is.
-TEXT = "text/plain; version=0.0.4; charset=utf-8"
-OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+PIECE = 16384  # characters, after which there is a cut
+PART_WORTH = 128  # characters that each part counts for beside its text: to look at an exchange is work without any
 
 # name, help, where it is in a `Series`: those of model and backend alone
 HISTOGRAMS: tuple[tuple[str, str, Callable[[Series], Histogram]], ...] = (
@@ -39,13 +38,26 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[Series], Histogram]], ...] = (
         attrgetter("ttft"),
     ),
     (
+        "upstream_time_to_first_token_seconds",
+        "Request sent, in the last attempt, to first event with output read from the backend.",
+        attrgetter("upstream_ttft"),
+    ),
+    (
+        "abandoned_seconds",
+        "Request received to the client's end, of streams whose client left before the first event with output.",
+        attrgetter("abandoned"),
+    ),
+    (
         "inter_token_latency_seconds",
         "Gap between output events as they arrive: per event, which may hold several tokens.",
         attrgetter("itl"),
     ),
+    ("stream_max_gap_seconds", "The longest gap between output events of each stream.", attrgetter("max_gap")),
     ("time_to_first_byte_seconds", "Request received to first byte of the response's body.", attrgetter("first_byte")),
-    ("queue_seconds", "Request read to a backend picked.", attrgetter("queue")),
+    ("queue_seconds", "Waiting to be admitted: 0 where that was at once.", attrgetter("queue")),
     ("connect_seconds", "Getting a connection to the backend, in the last attempt.", attrgetter("connect")),
+    ("response_head_seconds", "Request sent, in the last attempt, to the response's head received.", attrgetter("head")),
+    ("first_event_seconds", "Response's head received to first event with output read.", attrgetter("first_event")),
 )
 
 # name, help, the last label, where it is in a `Series`
@@ -62,198 +74,222 @@ COUNTERS: tuple[tuple[str, str, str, Callable[[Series], Mapping[str, int]]], ...
         "source",
         attrgetter("output_tokens"),
     ),
+    (
+        "no_first_token",
+        "Requests for a stream that ended without any event with output, by whose fault: the client's, who left or asked for "
+        "what there is not; or the service's.",
+        "fault",
+        attrgetter("tokenless"),
+    ),
     ("finish_reasons", "Why backends say that their output ended.", "reason", attrgetter("finish_reasons")),
 )
 
+# name, help, where it is in a `Series`
+NUMBERS: tuple[tuple[str, str, Callable[[Series], int]], ...] = (
+    ("cached_prompt_tokens", "Of the prompt tokens, those from a cache, as backends report them.", attrgetter("cached_tokens")),
+    ("stream_events", "Output events of streams that ended.", attrgetter("events")),
+    ("stream_reads", "Reads that brought output events: fewer than these where events came together.", attrgetter("reads")),
+    ("opaque_streams", "Responses with an event too long to be looked into.", attrgetter("opaque")),
+)
 
-class Exposition(Collector):
+# name, help, where it is in a `BackendTally`
+TALLIES: tuple[tuple[str, str, Callable[[BackendTally], float]], ...] = (
+    ("upstream_connections_reused", "Requests on a pooled connection.", attrgetter("reused")),
+    ("backpressure_pauses", "Times it was held back by a client.", attrgetter("pauses")),
+    ("backpressure_seconds", "Time it was held back by clients.", attrgetter("paused_seconds")),
+)
+
+
+class Exposition:
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
-        self._pair_names = [name for name, on in zip(("model", "backend"), self._kept(), strict=True) if on]
+        self._pair_names = [name for name, on in (("model", metrics.by_model), ("backend", metrics.by_backend)) if on]
         self._in_flight: dict[tuple[LabelPair, Phase], int] = {}  # a zero stays, so that a graph falls to it
         self._states: dict[str, None] = {}  # of backends, as they were seen: a set in order
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
+        self._process = ProcessCollector(registry=None)
 
-    def render(self, accept: str | None) -> tuple[bytes, str]:
-        if wants_openmetrics(accept):
-            return openmetrics(self._registry), OPENMETRICS  # type: ignore[no-untyped-call]
-        return text(self._registry), TEXT
+    def render(self, accept: str | None) -> tuple[Iterator[bytes], str]:
+        page = Page(wants_openmetrics(accept))
+        return _pieces(self._parts(page)), page.content_type
 
     def forget(self, which: int, gone: Collection[str]) -> None:
         self._in_flight = {key: n for key, n in self._in_flight.items() if key[0][which] not in gone}
 
-    def collect(self) -> Iterator[Metric]:
-        self._settle_live()
-        yield from self._of_requests()
-        yield from self._of_series()
-        yield from self._of_the_house()
-        yield from self._of_backend_samples()
-        yield from self._of_backend_tallies()
-        yield from self._of_the_process()
-
-    def _kept(self) -> tuple[bool, bool]:
-        return self._metrics.by_model, self._metrics.by_backend
-
-    def _pair(self, pair: LabelPair) -> list[str]:
-        return [value for value, on in zip(pair, self._kept(), strict=True) if on]
-
-    def _settle_live(self) -> None:
-        metrics = self._metrics
-        self._in_flight = dict.fromkeys(self._in_flight, 0)
-        for exchange in list(metrics.sources.live()):
-            metrics.settle(exchange, metrics.series_of(exchange))
+    def _parts(self, page: Page) -> Iterator[str]:
+        """The lines, some at a time; and an empty part for each exchange or client that was looked at."""
+        in_flight: dict[tuple[LabelPair, Phase], int] = {}
+        for exchange in self._metrics.sources.live():
+            series = self._metrics.settle(exchange)
             if exchange.outcome is None:
-                key = (metrics.labels_of(exchange), exchange.phase)
-                self._in_flight[key] = self._in_flight.get(key, 0) + 1
+                key = (series.labels, exchange.phase)
+                in_flight[key] = in_flight.get(key, 0) + 1
+            yield ""
+        self._in_flight = dict.fromkeys(self._in_flight, 0) | in_flight
+        pairs = [(self._pair(series.labels), series) for series in self._metrics.series.values()]
+        yield from self._of_requests(page, pairs)
+        yield from self._of_series(page, pairs)
+        yield from self._of_stages(page)
+        yield from self._of_the_house(page)
+        yield from self._of_backend_samples(page)
+        yield from self._of_backend_tallies(page)
+        yield from self._of_the_process(page)
+        yield page.end
 
-    def _of_requests(self) -> Iterator[Metric]:
-        series = self._metrics.series
-        requests = _counter("requests", "Exchanges that ended.", [*self._pair_names, "outcome", "code"])
-        duration = _histogram("request_duration_seconds", "Request received to its end.", [*self._pair_names, "outcome"])
-        for pair, each in series.items():
-            for (outcome, code), n in each.requests.items():
-                requests.add_metric([*self._pair(pair), outcome, str(code)], n)
-            for outcome, histogram in each.duration.items():
-                _add(duration, [*self._pair(pair), outcome], histogram)
-        in_flight = _gauge("requests_in_flight", "Exchanges under way.", [*self._pair_names, "phase"])
-        for (pair, phase), n in self._in_flight.items():
-            in_flight.add_metric([*self._pair(pair), phase], n)
-        yield from (requests, in_flight, duration)
+    def _pair(self, pair: LabelPair) -> str:
+        kept = (self._metrics.by_model, self._metrics.by_backend)
+        return labels(self._pair_names, [value for value, on in zip(pair, kept, strict=True) if on])
 
-    def _of_series(self) -> Iterator[Metric]:
-        series = self._metrics.series
+    def _of_requests(self, page: Page, pairs: Pairs) -> Iterator[str]:
+        name = PREFIX + "requests"
+        yield page.family(name, "counter", "Exchanges that ended.")
+        for pair, series in pairs:
+            for end, n in list(series.requests.items()):
+                yield sample(f"{name}_total", _and(pair, labels(("outcome", "code"), end)), n)
+        name = PREFIX + "requests_in_flight"
+        yield page.family(name, "gauge", "Exchanges under way.")
+        for (pair_of, phase), n in list(self._in_flight.items()):
+            yield sample(name, _and(self._pair(pair_of), labels(["phase"], [phase])), n)
+        name = PREFIX + "request_duration_seconds"
+        yield page.family(name, "histogram", "Request received to its end.")
+        for pair, series in pairs:
+            for outcome, histogram in list(series.duration.items()):
+                yield page.histogram(name, _and(pair, labels(["outcome"], [outcome])), histogram)
+
+    def _of_series(self, page: Page, pairs: Pairs) -> Iterator[str]:
         for name, help_, find in HISTOGRAMS:
-            histograms = _histogram(name, help_, self._pair_names)
-            for pair, each in series.items():
-                _add(histograms, self._pair(pair), find(each))
-            yield histograms
-        tpot = _histogram(
-            "time_per_output_token_seconds",
-            "(last - first output event) / (output tokens - 1), of complete streams of one choice.",
-            [*self._pair_names, "source"],
+            yield page.family(PREFIX + name, "histogram", help_)
+            for pair, series in pairs:
+                histogram = find(series)
+                seen = histogram is series.ttft or any(histogram.counts)
+                yield page.histogram(PREFIX + name, pair, histogram) if seen else ""
+        name = PREFIX + "time_per_output_token_seconds"
+        yield page.family(
+            name, "histogram", "(last - first output event) / (output tokens - 1), of complete streams of one choice."
         )
-        for pair, each in series.items():
-            for source, histogram in each.tpot.items():
-                _add(tpot, [*self._pair(pair), source], histogram)
-        yield tpot
+        for pair, series in pairs:
+            for source, histogram in series.tpot.items():
+                inside = _and(pair, labels(["source"], [source]))
+                yield page.histogram(name, inside, histogram) if any(histogram.counts) else ""
         for name, help_, label, count in COUNTERS:
-            counters = _counter(name, help_, [*self._pair_names, label])
-            for pair, each in series.items():
-                for value, n in count(each).items():
-                    counters.add_metric([*self._pair(pair), value], n)
-            yield counters
+            yield page.family(PREFIX + name, "counter", help_)
+            for pair, series in pairs:
+                for value, n in list(count(series).items()):
+                    yield sample(f"{PREFIX}{name}_total", _and(pair, labels([label], [value])), n)
+        for name, help_, number in NUMBERS:
+            yield page.family(PREFIX + name, "counter", help_)
+            for pair, series in pairs:
+                yield sample(f"{PREFIX}{name}_total", pair, number(series))
 
-    def _of_the_house(self) -> Iterator[Metric]:
+    def _of_stages(self, page: Page) -> Iterator[str]:
+        stages = self._metrics.stages
+        yield from _single(
+            page, "body_seconds", "Request's head to its body, as far as it is read before it is sent on.", stages.body
+        )
+        yield from _single(page, "pick_seconds", "Admitted to a backend picked; requests of one attempt.", stages.pick)
+        name = PREFIX + "overhead_seconds"
+        yield page.family(
+            name,
+            "histogram",
+            "The gateway's own time. request: from the request's head to a backend picked, without waiting for the body and "
+            "in the queue. first_event: from the first event with output read to written.",
+        )
+        yield page.histogram(name, 'stage="request"', stages.request)
+        yield page.histogram(name, 'stage="first_event"', stages.first_event)
+
+    def _of_the_house(self, page: Page) -> Iterator[str]:
         metrics = self._metrics
-        yield _by_word("tpot_skipped", "Streams with output but without a TPOT.", "reason", metrics.tpot_skipped)
-        yield _by_word("client_aborts", "Clients that left early.", "phase", metrics.client_aborts)
-        yield _by_word("retries", "Attempts after the first one.", "reason", metrics.retries)
-        yield _single("abort_seconds", "Client's end seen to the upstream's socket closed.", metrics.abort_seconds)
+        yield from _by_word(page, "tpot_skipped", "Streams with output but without a TPOT.", "reason", metrics.tpot_skipped)
+        yield from _by_word(page, "client_aborts", "Clients that left early.", "phase", metrics.client_aborts)
+        yield from _by_word(page, "retries", "Attempts after the first one.", "reason", metrics.retries)
+        yield from _single(page, "abort_seconds", "Client's end seen to the upstream's socket closed.", metrics.abort_seconds)
         relayed = {"in": metrics.bytes_in, "out": metrics.bytes_out}
-        yield _by_word("relayed_bytes", "Bytes of bodies, from clients (in) and to them (out).", "direction", relayed)
-        buffered = metrics.sources.write_buffer_bytes()
-        yield GaugeMetricFamily(PREFIX + "write_buffer_bytes", "Held for clients now.", buffered)
-        yield GaugeMetricFamily(PREFIX + "queue_depth", "Requests waiting for a backend.", metrics.sources.queue_depth())
+        help_ = "Bytes of bodies, from clients (in) and to them (out)."
+        yield from _by_word(page, "relayed_bytes", help_, "direction", relayed)
+        buffered = 0
+        for octets in metrics.sources.write_buffers():
+            buffered += octets
+            yield ""
+        yield from _gauge(page, "write_buffer_bytes", "Held for clients now.", {"": buffered})
+        depth = metrics.sources.queue_depth()
+        yield from _gauge(page, "queue_depth", "Requests waiting for a backend.", {"": depth})
 
-    def _of_backend_samples(self) -> Iterator[Metric]:
-        samples = list(self._metrics.sources.backends())
-        up = _gauge("backend_up", "Whether requests can be routed to it.", ["backend"])
-        state = _gauge("backend_state", "1 for the state it is in.", ["backend", "state"])
-        in_flight = _gauge("backend_in_flight", "Exchanges it is counted for: its leases.", ["backend"])
-        connections = _gauge("upstream_connections", "Open connections to it, idle ones included.", ["backend"])
-        self._states.update(dict.fromkeys(sample.state for sample in samples))
-        for sample in samples:
-            self._metrics.tally_of(sample.name)  # its counters begin at zero, not at the first failure
-            up.add_metric([sample.name], sample.up)
-            in_flight.add_metric([sample.name], sample.in_flight)
-            connections.add_metric([sample.name], sample.connections)
-            for name in self._states:
-                state.add_metric([sample.name, name], name == sample.state)
-        yield from (up, state, in_flight, connections)
+    def _of_backend_samples(self, page: Page) -> Iterator[str]:
+        samples = [(labels(["backend"], [each.name]), each) for each in self._metrics.sources.backends()]
+        for _, each in samples:
+            self._metrics.tally_of(each.name)  # its counters begin at zero, not at the first failure
+        self._states.update(dict.fromkeys(each.state for _, each in samples))
+        yield from _gauge(page, "backend_up", "Whether requests can be routed to it.", {b: int(x.up) for b, x in samples})
+        states = {
+            _and(backend, labels(["state"], [state])): int(state == each.state)
+            for backend, each in samples
+            for state in self._states
+        }
+        yield from _gauge(page, "backend_state", "1 for the state it is in.", states)
+        in_flight = {backend: each.in_flight for backend, each in samples}
+        yield from _gauge(page, "backend_in_flight", "Exchanges it is counted for: its leases.", in_flight)
+        connections = {backend: each.connections for backend, each in samples}
+        yield from _gauge(page, "upstream_connections", "Open connections to it, idle ones included.", connections)
 
-    def _of_backend_tallies(self) -> Iterator[Metric]:
-        tallies = self._metrics.backends
-        failures = _counter("backend_failures", "Attempts that failed by its fault.", ["backend", "reason"])
-        for name, tally in tallies.items():
-            for reason, n in tally.failures.items():
-                failures.add_metric([name, reason], n)
-        yield failures
-        yield _by_backend("upstream_connections_reused", "Requests on a pooled connection.", tallies, attrgetter("reused"))
-        yield _by_backend("backpressure_pauses", "Times it was held back by a client.", tallies, attrgetter("pauses"))
-        yield _by_backend("backpressure_seconds", "Time it was held back by clients.", tallies, attrgetter("paused_seconds"))
+    def _of_backend_tallies(self, page: Page) -> Iterator[str]:
+        tallies = [(labels(["backend"], [name]), tally) for name, tally in self._metrics.backends.items()]
+        name = PREFIX + "backend_failures"
+        yield page.family(name, "counter", "Attempts that failed by its fault.")
+        for backend, tally in tallies:
+            for reason, n in list(tally.failures.items()):
+                yield sample(f"{name}_total", _and(backend, labels(["reason"], [reason])), n)
+        for name, help_, find in TALLIES:
+            yield page.family(PREFIX + name, "counter", help_)
+            for backend, tally in tallies:
+                yield sample(f"{PREFIX}{name}_total", backend, find(tally))
 
-    def _of_the_process(self) -> Iterator[Metric]:
+    def _of_the_process(self, page: Page) -> Iterator[str]:
         metrics = self._metrics
-        yield _single("event_loop_lag_seconds", "How late the event loop calls back.", metrics.loop_lag_seconds)
-        yield _by_word("config_reloads", "Configurations loaded anew.", "result", metrics.reloads)
-        name = PREFIX + "config_last_reload_success_timestamp_seconds"
-        yield GaugeMetricFamily(name, "When the configuration in force was loaded.", metrics.last_reload)
-        build = _gauge("build_info", "Always 1.", ["version", "python"])
-        build.add_metric([metrics.version, platform.python_version()], 1)
-        yield build
+        yield from _single(page, "event_loop_lag_seconds", "How late the event loop calls back.", metrics.loop_lag_seconds)
+        yield from _by_word(page, "config_reloads", "Configurations loaded anew.", "result", metrics.reloads)
+        name = "config_last_reload_success_timestamp_seconds"
+        yield from _gauge(page, name, "When the configuration in force was loaded.", {"": metrics.last_reload})
+        build = labels(("version", "python"), (metrics.version, platform.python_version()))
+        yield from _gauge(page, "build_info", "Always 1.", {build: 1})
+        for family in self._process.collect():
+            yield page.family(family.name, family.type, family.documentation)
+            for each in family.samples:
+                yield sample(each.name, labels(each.labels.keys(), each.labels.values()), each.value)
 
 
-def wants_openmetrics(accept: str | None) -> bool:
-    """Whether OpenMetrics is asked for by name, and text not preferred. A wildcard is no name."""
-    best = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
-    for entry in (accept or "").lower().split(","):
-        name, *parameters = (part.strip() for part in entry.split(";"))
-        fields = dict(part.split("=", 1) for part in parameters if "=" in part)
-        # Of OpenMetrics we have 1.0.0 only, which a reader of 0.0.1 or 2.0.0 need not understand.
-        if name in best and (name == "text/plain" or fields.get("version", "1.0.0").strip('"') == "1.0.0"):
-            best[name] = max(best[name], _quality(fields.get("q", "1")))
-    wanted = best["application/openmetrics-text"]
-    return wanted > 0 and wanted >= best["text/plain"]
+Pairs = list[tuple[str, "Series"]]
 
 
-def _quality(value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        return 0.0
+def _pieces(parts: Iterable[str]) -> Iterator[bytes]:
+    """The parts, joined until there is a piece of them; it may be that nothing was written in it."""
+    piece: list[str] = []
+    worth = 0
+    for part in parts:
+        piece.append(part)
+        worth += len(part) + PART_WORTH
+        if worth >= PIECE:
+            yield "".join(piece).encode(errors="replace")
+            piece.clear()
+            worth = 0
+    yield "".join(piece).encode(errors="replace")
 
 
-def _counter(name: str, help_: str, labels: list[str]) -> CounterMetricFamily:
-    return CounterMetricFamily(PREFIX + name, help_, labels=labels)
+def _and(inside: str, more: str) -> str:
+    return f"{inside},{more}" if inside else more
 
 
-def _gauge(name: str, help_: str, labels: list[str]) -> GaugeMetricFamily:
-    return GaugeMetricFamily(PREFIX + name, help_, labels=labels)
+def _single(page: Page, name: str, help_: str, histogram: Histogram) -> Iterator[str]:
+    yield page.family(PREFIX + name, "histogram", help_)
+    yield page.histogram(PREFIX + name, "", histogram)
 
 
-def _histogram(name: str, help_: str, labels: list[str]) -> HistogramMetricFamily:
-    return HistogramMetricFamily(PREFIX + name, help_, labels=labels)
+def _gauge(page: Page, name: str, help_: str, values: Mapping[str, float]) -> Iterator[str]:
+    """`values` by the labels, as they are written."""
+    yield page.family(PREFIX + name, "gauge", help_)
+    for inside, value in values.items():
+        yield sample(PREFIX + name, inside, value)
 
 
-def _add(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
-    if histogram.n:
-        family.add_metric(labels, [(_edge(edge), n) for edge, n in histogram.cumulative()], histogram.sum)
-
-
-def _edge(value: float) -> str:
-    return str(floatToGoString(value))  # type: ignore[no-untyped-call]
-
-
-def _single(name: str, help_: str, histogram: Histogram) -> HistogramMetricFamily:
-    family = _histogram(name, help_, [])
-    buckets = [(_edge(edge), n) for edge, n in histogram.cumulative()]
-    family.add_metric([], buckets, histogram.sum)
-    return family
-
-
-def _by_word(name: str, help_: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:
-    family = _counter(name, help_, [label])
-    for word, n in counts.items():
-        family.add_metric([word], n)
-    return family
-
-
-def _by_backend(
-    name: str, help_: str, tallies: Mapping[str, BackendTally], find: Callable[[BackendTally], float]
-) -> CounterMetricFamily:
-    family = _counter(name, help_, ["backend"])
-    for backend, tally in tallies.items():
-        family.add_metric([backend], find(tally))
-    return family
+def _by_word(page: Page, name: str, help_: str, label: str, counts: Mapping[str, int]) -> Iterator[str]:
+    yield page.family(PREFIX + name, "counter", help_)
+    for word, n in list(counts.items()):
+        yield sample(f"{PREFIX}{name}_total", labels([label], [word]), n)

@@ -8,9 +8,10 @@ here too: a threshold that is no edge cannot be answered from a histogram.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 Edges = tuple[float, ...]
 
@@ -27,20 +28,50 @@ B_E2E: Edges = (
     480.0, 960.0, 1920.0,
 )  # fmt: skip
 B_OVH: Edges = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+B_GAP: Edges = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # the longest silence within a stream
 B_WAIT: Edges = (*B_OVH, 2.5, 5.0, 10.0, 30.0)  # of a queue, of a connection: usually nothing, at times a time-out
 
 
+class Exemplar(NamedTuple):
+    """A trace in which an observation of a bucket can be looked at. `at`: the time of day, in seconds."""
+
+    trace_id: str
+    value: float
+    at: float
+
+
 class Histogram:
-    __slots__ = ("counts", "edges", "sum")
+    __slots__ = ("counts", "edges", "exemplars", "sum")
 
     def __init__(self, edges: Edges):
         self.edges = edges
         self.counts = [0] * (len(edges) + 1)
         self.sum = 0.0
+        self.exemplars: dict[int, Exemplar] | None = None  # the newest of each bucket
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.edges, value)] += 1  # an edge belongs to the bucket below it: `le`
         self.sum += value
+
+    def observe_all(self, values: list[float]) -> None:
+        """`observe` for many at once, which it sorts: they lie in a few buckets, and all else runs in C."""
+        if not values:
+            return
+        values.sort()
+        counts, edges, counted = self.counts, self.edges, 0
+        last = bisect_left(edges, values[-1])
+        for bucket in range(bisect_left(edges, values[0]), last):
+            upto = bisect_right(values, edges[bucket], counted)
+            counts[bucket] += upto - counted
+            counted = upto
+        counts[last] += len(values) - counted
+        self.sum += sum(values)
+
+    def exemplify(self, value: float, trace_id: str, at: float) -> None:
+        """Name the trace of an observation. The newest stays."""
+        if self.exemplars is None:
+            self.exemplars = {}
+        self.exemplars[bisect_left(self.edges, value)] = Exemplar(trace_id, value, at)
 
     @property
     def n(self) -> int:
@@ -53,6 +84,6 @@ class Histogram:
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, counts, strict=True)]
         self.sum += total
 
-    def cumulative(self) -> Iterator[tuple[float, int]]:
-        """Prometheus's buckets: (upper edge, how many are not above it), `inf` last."""
-        return zip((*self.edges, float("inf")), accumulate(self.counts), strict=True)
+    def cumulative(self) -> tuple[int, ...]:
+        """Prometheus's buckets: how many are not above each edge; all of them, last."""
+        return tuple(accumulate(self.counts))

@@ -14,29 +14,25 @@ from __future__ import annotations
 
 import http
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from gateway.core.exchange import Exchange
 from gateway.core.outcome import RULINGS, Outcome
-from gateway.telemetry.durations import durations, ttft
+from gateway.telemetry.durations import durations
 from gateway.telemetry.exposition import Exposition
-from gateway.telemetry.histogram import B_E2E, B_OVH, B_TPOT, B_TTFT, B_WAIT, Histogram
+from gateway.telemetry.histogram import B_OVH, Histogram
+from gateway.telemetry.series import OTHER, End, LabelPair, Series
+from gateway.telemetry.stages import Stages
 
-OTHER, NONE = "other", "none"
+NONE = "none"
 MAX_BACKENDS = 256
+MAX_SERIES = 512  # pairs of a model and a backend
 FOLD_AT = 32  # ended exchanges that wait to be counted
 MAX_WORDS = 64  # distinct reasons of one counter
 
 STATUSES = frozenset(status.value for status in http.HTTPStatus)
-FINISH_REASONS = frozenset(
-    {"stop", "length", "tool_calls", "function_call", "content_filter", "abort", "error", "repetition"}
-    | {"end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn", "refusal"}  # Anthropic
-    | {"completed", "incomplete", "max_output_tokens"}  # Responses
-)
 CODES = frozenset(Outcome) | {NONE}  # beside `RULINGS`, which may grow
-
-LabelPair = tuple[str, str]  # model, backend
 
 
 class BackendSample(NamedTuple):
@@ -53,32 +49,10 @@ class Sources(NamedTuple):
     """Where a scrape reads what is not counted but simply is."""
 
     known_models: Callable[[], Collection[str]]
-    live: Callable[[], Iterable[Exchange]]
+    live: Callable[[], Iterable[Exchange]]  # may be asked for one after the other, with other things done in between
     backends: Callable[[], Iterable[BackendSample]]
     queue_depth: Callable[[], int]
-    write_buffer_bytes: Callable[[], int]
-
-
-class Series:
-    """All that is counted for one model on one backend."""
-
-    __slots__ = (
-        "connect", "duration", "finish_reasons", "first_byte", "itl", "output_tokens", "prompt_tokens", "queue",
-        "requests", "tpot", "ttft",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.requests: Counter[tuple[str, str | int]] = Counter()  # by outcome, and code or status
-        self.duration: dict[str, Histogram] = {}  # by outcome
-        self.ttft = Histogram(B_TTFT)
-        self.tpot = {"usage": Histogram(B_TPOT), "events": Histogram(B_TPOT)}
-        self.itl = Histogram(B_TPOT)
-        self.first_byte = Histogram(B_TTFT)
-        self.queue = Histogram(B_WAIT)
-        self.connect = Histogram(B_WAIT)
-        self.prompt_tokens: Counter[str] = Counter()  # by source
-        self.output_tokens: Counter[str] = Counter()  # by source
-        self.finish_reasons: Counter[str] = Counter()
+    write_buffers: Callable[[], Iterable[int]]  # octets held for each client; as `live`
 
 
 class BackendTally:
@@ -117,6 +91,7 @@ class Metrics:
         self.retries: Counter[str] = Counter()
         self.abort_seconds = Histogram(B_OVH)
         self.loop_lag_seconds = Histogram(B_OVH)
+        self.stages = Stages()
         self.bytes_in = self.bytes_out = 0
         self.reloads = {"success": 0, "failure": 0}
         self.last_reload = wall()  # a start is a load that succeeded
@@ -128,41 +103,64 @@ class Metrics:
     def ended(self, exchange: Exchange) -> None:
         """Counted with others soon (`fold`): what is done many times in a row costs a fraction of what is done now and then."""
         self._ended.append(exchange)
+        if exchange.sampled:
+            self._exemplify(exchange)
         if len(self._ended) >= FOLD_AT:
             self.fold()
 
     def fold(self) -> None:
         """Count the exchanges that have ended since the last time."""
         ended, self._ended = self._ended, []
-        for exchange in ended:
-            self._count(exchange)
+        alike: dict[object, list[Exchange]] = {}
+        for x in ended:
+            key = (x.model, x.backend, x.outcome, x.code, x.status)
+            if key in alike:
+                alike[key].append(x)
+            else:
+                alike[key] = [x]
+        for group in alike.values():
+            self._count(group)
+        self.stages.count(ended)
 
-    def _count(self, exchange: Exchange) -> None:
-        series = self.series_of(exchange)
-        took = durations(exchange)
-        self._settle(exchange, series, took.ttft)
-        outcome = exchange.outcome or Outcome.INTERNAL  # whoever ended it without a word has a bug
-        key = (outcome, exchange.code or exchange.status or NONE)
-        if key not in series.requests:  # only a new word needs a look
-            key = (outcome, _code(key[1]))
-        series.requests[key] += 1
+    def _count(self, ended: list[Exchange]) -> None:
+        """`ended`: of the same model, backend, outcome, code and status."""
+        one = ended[0]
+        series = self.series_of(one)
+        outcome = one.outcome or Outcome.INTERNAL  # whoever ended it without a word has a bug
+        end: End = (outcome, one.code or one.status or NONE)
+        if end not in series.requests:  # only a new word needs a look
+            end = (outcome, _code(end[1]))
+        fresh = [x for x in ended if x.counted is None]
+        self.bytes_in += sum([x.bytes_in for x in fresh])
+        self.bytes_out += sum([x.bytes_out for x in fresh])
+        self._count_begun(series, [x for x in fresh if x.first_output_written is not None and x.stream is not False])
+        if len(fresh) < len(ended):
+            for x in ended:
+                if x.counted is not None:
+                    self._settle(x, x.counted, series)
+        self.tpot_skipped.update(series.count(ended, end))
         if outcome is Outcome.CLIENT_GONE:
-            self.client_aborts[exchange.phase] += 1
-        if exchange.paused_at is not None and exchange.ended is not None:  # never resumed
-            self.tally_of(exchange.backend).paused_seconds += exchange.ended - exchange.paused_at
-        if took.total is not None:
-            histogram = series.duration.get(outcome)
-            if histogram is None:
-                histogram = series.duration[outcome] = Histogram(B_E2E)
-            histogram.observe(took.total)
-        if took.queue is not None:
-            series.queue.observe(took.queue)
-        if took.connect is not None:
-            series.connect.observe(took.connect)
-        if took.first_byte is not None:
-            series.first_byte.observe(took.first_byte)
-        if exchange.meter is not None:
-            self._count_output(exchange, series, took.tpot)
+            for x in ended:
+                self.client_aborts[x.phase] += 1
+        for x in ended:
+            if x.paused_at is not None and x.ended is not None:  # never resumed
+                self.tally_of(x.backend).paused_seconds += x.ended - x.paused_at
+
+    def _count_begun(self, series: Series, exchanges: list[Exchange]) -> None:
+        if exchanges:
+            self.stages.first_event.observe_all(series.begun(exchanges))
+
+    def _exemplify(self, exchange: Exchange) -> None:
+        """Name its trace in the buckets that it falls into: someone keeps it."""
+        trace, now, series = exchange.trace_id, self.wall(), self.series_of(exchange)
+        *_, first, tpot, total = durations(exchange)
+        assert trace is not None
+        if first is not None:
+            series.ttft.exemplify(first, trace, now)
+        if tpot is not None and exchange.meter is not None:
+            series.tpot["events" if exchange.meter.token_source == "events" else "usage"].exemplify(tpot, trace, now)
+        if total is not None and exchange.outcome is not None:
+            series.duration_of(exchange.outcome).exemplify(total, trace, now)
 
     def paused(self, exchange: Exchange) -> None:
         self.tally_of(exchange.backend).pauses += 1
@@ -196,35 +194,34 @@ class Metrics:
 
     # ---- the scrape ----
 
-    def render(self, accept: str | None) -> tuple[bytes, str]:
-        """The exposition and its content type, as the Accept header field asks."""
+    def render(self, accept: str | None) -> tuple[Iterator[bytes], str]:
+        """The exposition, in pieces (`exposition`), and its content type, as the Accept header field asks."""
         self.fold()
         return self._exposition.render(accept)
 
-    def settle(self, exchange: Exchange, series: Series) -> None:
-        """Count what has grown since a running exchange was last looked at."""
-        self._settle(exchange, series, ttft(exchange))
+    def settle(self, exchange: Exchange) -> Series:
+        """Count what has grown since a running exchange was last looked at. What has ended is `fold`'s."""
+        series = self.series_of(exchange)
+        if exchange.outcome is None:
+            self._settle(exchange, exchange.counted or (0, 0, False), series)
+            if exchange.meter is not None and exchange.meter.events > 1:
+                series.gaps(exchange.meter)
+        return series
 
-    def _settle(self, exchange: Exchange, series: Series, first: float | None) -> None:
-        bytes_in, bytes_out, had_ttft = exchange.counted
+    def _settle(self, exchange: Exchange, counted: tuple[int, int, bool], series: Series) -> None:
+        bytes_in, bytes_out, had_ttft = counted
         self.bytes_in += exchange.bytes_in - bytes_in
         self.bytes_out += exchange.bytes_out - bytes_out
-        if first is not None and not had_ttft:
-            series.ttft.observe(first)
-        exchange.counted = (exchange.bytes_in, exchange.bytes_out, first is not None)
-        if exchange.meter is not None and exchange.meter.events > 1:
-            counts, total, n = exchange.meter.take_itl()
-            if n:
-                series.itl.add(counts, total)
+        has_ttft = exchange.first_output_written is not None and exchange.stream is not False
+        if has_ttft and not had_ttft:
+            self._count_begun(series, [exchange])
+        exchange.counted = (exchange.bytes_in, exchange.bytes_out, has_ttft)
 
     def series_of(self, exchange: Exchange) -> Series:
         try:
             return self._cache[exchange.model, exchange.backend]
         except KeyError:
             return self._resolve(exchange.model, exchange.backend)
-
-    def labels_of(self, exchange: Exchange) -> LabelPair:
-        return self._labels(*self._admit(exchange.model, exchange.backend))
 
     def outcomes(self) -> Counter[str]:
         """How many exchanges have ended so, whatever their model and backend."""
@@ -237,29 +234,14 @@ class Metrics:
 
     # ---- what is counted under which name ----
 
-    def _count_output(self, exchange: Exchange, series: Series, tpot: float | None) -> None:
-        meter = exchange.meter
-        assert meter is not None
-        source, prompt_tokens, output_tokens = meter.token_source, meter.prompt_tokens, meter.output_tokens
-        if tpot is not None:
-            series.tpot["events" if source == "events" else "usage"].observe(tpot)
-        elif meter.first_output is not None and exchange.stream is not False:
-            skipped = meter.tpot_skipped if exchange.outcome is Outcome.COMPLETE else None
-            self.tpot_skipped[skipped or "not_ok"] += 1
-        if prompt_tokens:
-            series.prompt_tokens["usage"] += prompt_tokens  # nothing else tells of them
-        if output_tokens:
-            series.output_tokens[source] += output_tokens
-        reason = meter.finish_reason
-        if reason is not None:
-            series.finish_reasons[reason if reason in FINISH_REASONS else OTHER] += 1
-
     def _resolve(self, model: str | None, backend: str | None) -> Series:
         known_model, known_backend = self._admit(model, backend)
         labels = self._labels(known_model, known_backend)
         series = self.series.get(labels)
         if series is None:
-            series = self.series[labels] = Series()
+            if not self._room_for_series():
+                labels = (OTHER if self.by_model else "", OTHER if self.by_backend else "")
+            series = self.series.setdefault(labels, Series(labels))
         if known_model == model and known_backend == backend:  # what is not known is looked up anew each time
             self._cache[model, backend] = series
         return series
@@ -299,17 +281,26 @@ class Metrics:
 
     def _room_for_backends(self) -> bool:
         if len(self.backends) >= MAX_BACKENDS:
-            gone = self.backends.keys() - {sample.name for sample in self.sources.backends()} - {NONE, OTHER}
-            for name in gone:
-                del self.backends[name]
-            self._forget(1, gone)
+            self._forget_backends()
         return len(self.backends) < MAX_BACKENDS
+
+    def _room_for_series(self) -> bool:
+        if len(self.series) >= MAX_SERIES:
+            self._forget_backends()
+        return len(self.series) < MAX_SERIES
+
+    def _forget_backends(self) -> None:
+        """Those that have gone."""
+        gone = self.backends.keys() - {sample.name for sample in self.sources.backends()} - {NONE, OTHER}
+        for name in gone:
+            del self.backends[name]
+        self._forget(1, gone)
 
     def _forget(self, which: int, gone: Collection[str]) -> None:
         """A series that ends is no reset of a counter: `rate()` takes no harm."""
         if gone:
             self.series = {labels: series for labels, series in self.series.items() if labels[which] not in gone}
-            self._cache = {names: series for names, series in self._cache.items() if names[which] not in gone}
+            self._cache = {}  # there may be room now for those that had none
             self._exposition.forget(which, gone)
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,9 +24,9 @@ class FakeControl:
         self.reloads = 0
         self.in_flight = {"req-1": STREAM}
 
-    def render_metrics(self, accept: str | None) -> tuple[bytes, str]:
+    def render_metrics(self, accept: str | None) -> tuple[Iterator[bytes], str]:
         self.accepts.append(accept)
-        return b"up 1\n", "text/plain; version=0.0.4; charset=utf-8"
+        return iter([b"up", b"", b" 1\n"]), "text/plain; version=0.0.4; charset=utf-8"
 
     def ready(self) -> str | None:
         return self.reason

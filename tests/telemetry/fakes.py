@@ -25,9 +25,19 @@ class FakeMeter:
         self.output_tokens: int | None = 1
         self.prompt_tokens: int | None = 7
         self.finish_reason: str | None = "stop"
+        self.cached_tokens: int | None = None
+        self.opaque = False
         self.gaps = list(gaps)
+        self.max_gap = max(gaps, default=None)
         for name, value in fields.items():
             setattr(self, name, value)
+
+    @property
+    def reads(self) -> int:
+        return self.events
+
+    def totals(self) -> tuple[int, int, int | None, str]:
+        return self.events, len(self.gaps), self.output_tokens, self.token_source
 
     def take_itl(self) -> tuple[list[int], float, int]:
         taken, gaps = Histogram(B_TPOT), self.gaps
@@ -42,8 +52,8 @@ def stream(meter: FakeMeter | Meter | None = None, **fields: Any) -> Exchange:
     exchange = Exchange("req-1", "10.1.2.3:4567", "POST", "/v1/chat/completions", ACCEPTED)
     exchange.model, exchange.backend, exchange.stream, exchange.status, exchange.attempts = "llama", "b1", True, 200, 1
     exchange.phase = Phase.STREAM
-    exchange.body_read, exchange.selected = ACCEPTED + 0.01, ACCEPTED + 0.03
-    exchange.connect_began, exchange.connected, exchange.sent = ACCEPTED + 0.03, ACCEPTED + 0.032, ACCEPTED + 0.033
+    exchange.body_read, exchange.queued, exchange.selected = ACCEPTED + 0.01, ACCEPTED + 0.011, ACCEPTED + 0.031
+    exchange.connect_began, exchange.connected, exchange.sent = ACCEPTED + 0.0312, ACCEPTED + 0.0332, ACCEPTED + 0.034
     exchange.head_received, exchange.first_byte = ACCEPTED + 0.3, ACCEPTED + 0.31
     exchange.first_output_written = ACCEPTED + 0.5
     exchange.bytes_in, exchange.bytes_out = 120, 900
@@ -73,7 +83,7 @@ class House:
         self.backends = [BackendSample("b1", True, "up", 3, 5), BackendSample("b2", False, "down", 0, 0)]
 
     def sources(self) -> Sources:
-        return Sources(lambda: self.models, lambda: self.live, lambda: self.backends, lambda: 4, lambda: 65536)
+        return Sources(lambda: self.models, lambda: self.live, lambda: self.backends, lambda: 4, lambda: [65000, 0, 536])
 
     def metrics(self, **options: Any) -> Metrics:
         return Metrics(self.sources(), wall=lambda: 1_800_000_000.0, version="1.2.3", **options)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.core.exchange import Exchange
 from gateway.core.outcome import Outcome, Phase
-from gateway.telemetry.accesslog import MAX_TEXT, AccessLog, fields, rfc3339, to_json, to_text
+from gateway.telemetry.accesslog import MAX_TEXT, AccessLog, fields, rfc3339, to_json, to_text, usual_text
 from tests.telemetry.fakes import FakeMeter, ended, refused, stream
 
 NOW = 1_783_000_000.123456
@@ -128,6 +128,24 @@ def test_nobody_forges_a_line(field: str, evil: str, form: str) -> None:
     read: dict[str, Any] = json.loads(text) if form == "json" else parse(text)
     assert read[field] == evil
     assert read["outcome"] == "client_gone"
+
+
+PIECES = st.none() | st.sampled_from(["plain", *HOSTILE]) | st.text(max_size=8)
+
+
+@given(st.text(max_size=20), PIECES, PIECES, PIECES, st.booleans(), st.sampled_from([True, False, None]))
+def test_the_usual_line_is_the_careful_one(
+    path: str, model: str | None, key: str | None, code: str | None, metered: bool, streamed: bool | None
+) -> None:
+    """There are two ways to a line, and nobody can tell which one it came."""
+    meter = FakeMeter(tpot=0.0123456, output_tokens=3, prompt_tokens=None)
+    exchange = stream(meter, path=path, model=model, key=key, code=code, stream=streamed)
+    for one in (ended(exchange), ended(stream(first_byte=None, connected=None)), refused()):
+        if not metered:
+            one.meter = None
+        usual = usual_text(one, NOW)
+        assert usual is None or usual == to_text(fields(one, NOW))
+    assert usual_text(refused(), NOW) is not None
 
 
 @given(st.text(), st.text(alphabet=st.characters(codec=None)))

@@ -12,9 +12,9 @@ from gateway.core.dialects import for_path
 from gateway.core.meter import Meter
 from gateway.core.outcome import Outcome, Phase
 from gateway.telemetry import metrics as module
-from gateway.telemetry.exposition import OPENMETRICS, TEXT, wants_openmetrics
 from gateway.telemetry.histogram import B_TPOT
 from gateway.telemetry.metrics import BackendSample, Metrics
+from gateway.telemetry.page import OPENMETRICS, TEXT, wants_openmetrics
 from tests.telemetry.fakes import ACCEPTED, FakeMeter, House, ended, refused, stream
 
 PROMETHEUS_ACCEPT = (
@@ -59,7 +59,8 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def scrape(metrics: Metrics) -> Samples:
-    body, _ = metrics.render(None)
+    pieces, _ = metrics.render(None)
+    body = b"".join(pieces)
     families = parse_text(body.decode())
     return {
         (sample.name.removeprefix("tokenpipe_"), frozenset(sample.labels.items())): sample.value
@@ -356,7 +357,8 @@ def test_negotiation(accept: str | None, wanted: bool) -> None:
 
 def test_both_formats_say_the_same() -> None:
     _, metrics = busy_house()
-    body, content_type = metrics.render(PROMETHEUS_ACCEPT)
+    pieces, content_type = metrics.render(PROMETHEUS_ACCEPT)
+    body = b"".join(pieces)
     assert content_type == "application/openmetrics-text; version=1.0.0; charset=utf-8"
     assert body.endswith(b"# EOF\n")
     exact = {
@@ -373,7 +375,8 @@ def test_promtool_finds_nothing_to_say() -> None:
     if promtool is None:
         pytest.skip("needs promtool")
     _, metrics = busy_house()
-    body, _ = metrics.render(None)
+    pieces, _ = metrics.render(None)
+    body = b"".join(pieces)
     result = subprocess.run([promtool, "check", "metrics"], input=body, capture_output=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
 
