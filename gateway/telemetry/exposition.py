@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from gateway.telemetry.series import LabelPair, Series
 
 PREFIX = "tokenpipe_"
-PIECE = 16384  # characters, after which there is a cut
-PART_WORTH = 128  # characters that each part counts for beside its text: to look at an exchange is work without any
+PIECE = 65536  # characters, after which there is a cut
+PART_WORTH = 1024  # characters that each part counts for beside its text: to look at an exchange is work without any
 
 # name, help, where it is in a `Series`: those of model and backend alone
 HISTOGRAMS: tuple[tuple[str, str, Callable[[Series], Histogram]], ...] = (

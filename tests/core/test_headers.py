@@ -258,3 +258,29 @@ def test_the_backends_own_credential_replaces_the_clients() -> None:
     """In whichever field the client gave its own."""
     got = up(b"Authorization: Bearer client", b"X-Api-Key: client", b"api-key: client", credential=b"secret")
     assert [x for x in got if b"client" in x] == [] and got.count(b"Authorization: Bearer secret") == 1
+
+
+TRACE, PARENT = b"0af7651916cd43dd8448eb211c80319c", b"b7ad6b7169203331"
+
+
+@pytest.mark.parametrize(
+    ("given_", "trace"),
+    [
+        (b"00-%b-%b-01" % (TRACE, PARENT), (TRACE.decode(), True)),
+        (b"00-%b-%b-00" % (TRACE, PARENT), (TRACE.decode(), False)),
+        (b"00-%b-%b-03" % (TRACE, PARENT), (TRACE.decode(), True)),
+        (b"cc-%b-%b-01-what-will-be" % (TRACE, PARENT), (TRACE.decode(), True)),
+        (b"00-%b-%b-01-extra" % (TRACE, PARENT), (None, False)),
+        (b"ff-%b-%b-01" % (TRACE, PARENT), (None, False)),
+        (b"00-%b-%b-01" % (b"0" * 32, PARENT), (None, False)),
+        (b"00-%b-%b-01" % (TRACE, b"0" * 16), (None, False)),
+        (b"00-%b-%b-01" % (TRACE.upper(), PARENT), (None, False)),
+        (b"00-%b-01" % TRACE, (None, False)),
+        (b"", (None, False)),
+        (b"00-%b-%b-01\r\ntraceparent: 00-%b-%b-01" % (TRACE, PARENT, TRACE, PARENT), (None, False)),
+    ],
+)
+def test_the_trace_that_a_request_belongs_to(given_: bytes, trace: tuple[str | None, bool]) -> None:
+    """W3C Trace Context: a field that cannot be read, or stands twice, is as none at all."""
+    head = parse_request(b"GET / HTTP/1.1\r\nHost: a\r\ntraceparent: " + given_ + b"\r\n\r\n")
+    assert headers.trace(head) == trace

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from gateway.telemetry.histogram import B_TPOT, B_TTFT, Histogram
 from tests.support import script as s
 from tests.support.gateway import Gateway, Samples
 from tests.support.messages import HttpWire, Message
@@ -163,6 +165,115 @@ async def test_times_against_a_paced_upstream(start_gateway: Start, upstream: Ra
     assert entry["ttft_s"] == pytest.approx(loop_times[0], abs=0.02)
     assert entry["tpot_s"] == pytest.approx(loop_times[1] / 9, abs=0.01)
     assert (entry["prompt_tokens"], entry["output_tokens"]) == (3, 10)
+
+
+def within_a_bucket(samples: Samples, name: str, edges: Sequence[float], seen: Sequence[float], **labels: str) -> None:
+    """What the gateway counted, and what a client saw, of the same things: sorted, no pair is more than a bucket apart."""
+    client = Histogram(tuple(edges))
+    for seconds in seen:
+        client.observe(seconds)
+    gateway = [samples.value(f"{name}_bucket", le=f"{edge}", **labels) for edge in (*edges, "+Inf")]
+    assert gateway[-1] == len(seen), name
+    for bucket, (ours, theirs) in enumerate(zip(gateway, client.cumulative(), strict=True)):
+        if bucket:
+            assert gateway[bucket - 1] <= theirs, (name, bucket, sorted(seen), gateway)
+            assert client.cumulative()[bucket - 1] <= ours, (name, bucket, sorted(seen), gateway)
+
+
+async def test_the_histograms_agree_with_what_clients_saw(start_gateway: Start, upstream: RawUpstream) -> None:
+    """TTFT, inter-token latency and TPOT, of streams of many paces side by side, one event or several in a read."""
+    gateway = await start_gateway(config={}, backends=[upstream.url])
+    clock = asyncio.get_running_loop().time
+
+    async def script(wire: HttpWire, request: Message) -> None:
+        chance = random.Random(request.get("x-request-id"))
+        await wire.send(s.SSE_HEAD + s.chunk(ROLE))
+        for _ in range(5):
+            await asyncio.sleep(chance.choice([0.035, 0.12, 0.25, 0.35]))
+            await wire.send(s.chunk(s.delta("a")))
+        await wire.send(s.chunk(STOP) + s.chunk(USAGE.replace(b":10", b":5")) + s.chunk(s.DONE) + s.LAST)
+
+    ttfts: list[float] = []
+    gaps: list[float] = []
+    tpots: list[float] = []
+
+    async def one(number: int) -> None:
+        client = await gateway.connect()
+        began, data, arrivals = clock(), b"", []
+        await client.send(chat(f"agree-{number}"))
+        while b"[DONE]" not in data:
+            data += await client.receive()
+            arrivals += [clock()] * (data.count(b'"content":"a"') - len(arrivals))
+        client.fin()
+        ttfts.append(arrivals[0] - began)
+        gaps.extend(later - sooner for sooner, later in itertools.pairwise(arrivals))
+        tpots.append((arrivals[-1] - arrivals[0]) / 4)
+
+    upstream.script = script
+    await asyncio.gather(*(one(number) for number in range(12)))
+    await gateway.idle()
+    samples = await gateway.metrics()
+    within_a_bucket(samples, "tokenpipe_time_to_first_token_seconds", B_TTFT, ttfts)
+    within_a_bucket(samples, "tokenpipe_inter_token_latency_seconds", B_TPOT, gaps)
+    within_a_bucket(samples, "tokenpipe_time_per_output_token_seconds", B_TPOT, tpots, source="usage")
+
+
+async def test_where_the_time_went(start_gateway: Start, upstream: RawUpstream) -> None:
+    """Body, queue, head and first event, each as long as the client or the backend made it; what is left is next to nothing."""
+    gateway = await start_gateway(config={"limits": {"in_flight": 1}}, backends=[upstream.url])
+
+    async def script(wire: HttpWire, request: Message) -> None:
+        await asyncio.sleep(0.2)
+        await wire.send(s.SSE_HEAD + s.chunk(ROLE))
+        await asyncio.sleep(0.3)
+        await wire.send(b"".join(map(s.chunk, (s.delta("a"), *s.FINISHED))) + s.LAST)
+
+    upstream.script = script
+    first = asyncio.create_task(gateway.ask(chat("first")))
+    await upstream.wait_requests()
+    second = await gateway.connect()
+    request = chat("second")
+    await second.send(request[:-10])
+    await asyncio.sleep(0.1)
+    await second.send(request[-10:])  # and is kept waiting for 0.4 s by the first one
+    assert (await second.read_response()).complete
+    assert (await first).complete
+    second.fin()
+    samples = await gateway.metrics()
+    for name, seconds in {
+        "body": 0.1, "queue": 0.4, "pick": 0.0, "connect": 0.0, "response_head": 0.4, "first_event": 0.6,
+        "upstream_time_to_first_token": 1.0,
+    }.items():  # fmt: skip
+        assert samples.value(f"tokenpipe_{name}_seconds_count") == 2, name
+        took = samples.value(f"tokenpipe_{name}_seconds_sum")
+        assert seconds - 0.03 < took < seconds + 0.2, name  # of a loaded machine, which may be late
+    for stage in ("request", "first_event"):
+        assert samples.value("tokenpipe_overhead_seconds_count", stage=stage) == 2
+        assert samples.value("tokenpipe_overhead_seconds_sum", stage=stage) < 0.2
+
+
+async def test_a_trace_is_named_where_it_can_be_looked_at(start_gateway: Start, upstream: RawUpstream) -> None:
+    gateway = await start_gateway(config={}, backends=[upstream.url])
+    upstream.script = s.stream(s.delta("a"), *s.FINISHED)
+    kept, other = "0af7651916cd43dd8448eb211c80319c", "1" * 32
+    for trace, flags in ((kept, "01"), (other, "00")):
+        field = ("traceparent", f"00-{trace}-b7ad6b7169203331-{flags}")
+        await gateway.ask(s.post(fields=[field, ("X-Request-Id", trace)]))
+        (line,) = await gateway.logged(request_id=trace)
+        assert line["trace_id"] == trace
+    assert upstream.requests[0].get("traceparent") == f"00-{kept}-b7ad6b7169203331-01"
+    answer = await gateway.admin(s.get("/metrics", [("Accept", "application/openmetrics-text; version=1.0.0")]))
+    families = parse_openmetrics(answer.body.decode())  # type: ignore[no-untyped-call]
+    exemplars = {
+        (family.name, sample.exemplar.labels["trace_id"])
+        for family in families
+        for sample in family.samples
+        if sample.exemplar is not None
+    }
+    assert exemplars == {
+        ("tokenpipe_time_to_first_token_seconds", kept), ("tokenpipe_request_duration_seconds", kept),
+    }  # fmt: skip
+    assert kept.encode() not in (await gateway.admin(s.get("/metrics"))).body
 
 
 MADE_UP = ["../../etc", 'a"b', "a\\b", "a\nb", "\u2028", "é" * 50, "x" * 5000, "m ", "M", "\x00", "{}", 'le="0"',

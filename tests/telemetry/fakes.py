@@ -31,10 +31,7 @@ class FakeMeter:
         self.max_gap = max(gaps, default=None)
         for name, value in fields.items():
             setattr(self, name, value)
-
-    @property
-    def reads(self) -> int:
-        return self.events
+        self.reads: int = fields.get("reads", self.events)
 
     def totals(self) -> tuple[int, int, int | None, str]:
         return self.events, len(self.gaps), self.output_tokens, self.token_source

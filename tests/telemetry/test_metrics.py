@@ -53,6 +53,23 @@ PROMISED = {
     "config_reloads_total": {"result"},
     "config_last_reload_success_timestamp_seconds": set(),
     "build_info": {"version", "python"},
+    # metrics.md 3.1
+    "upstream_time_to_first_token_seconds": {"model", "backend"},
+    "response_head_seconds": {"model", "backend"},
+    "first_event_seconds": {"model", "backend"},
+    "stream_max_gap_seconds": {"model", "backend"},
+    "abandoned_seconds": {"model", "backend"},
+    "no_first_token_total": {"model", "backend", "fault"},
+    "finish_reasons_total": {"model", "backend", "reason"},
+    "cached_prompt_tokens_total": {"model", "backend"},
+    "stream_events_total": {"model", "backend"},
+    "stream_reads_total": {"model", "backend"},
+    "opaque_streams_total": {"model", "backend"},
+    "body_seconds": set(),
+    "pick_seconds": set(),
+    "overhead_seconds": {"stage"},
+    "tpot_skipped_total": {"reason"},
+    "backend_in_flight": {"backend"},
 }
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -92,6 +109,7 @@ def busy_house() -> tuple[House, Metrics]:
     gone = stream()
     metrics.ended(ended(gone, Outcome.CLIENT_GONE))
     metrics.aborted(gone, 0.0004)
+    metrics.ended(ended(stream(first_output_written=None), Outcome.CLIENT_GONE))
     metrics.ended(refused())
     metrics.loop_lag(0.002)
     metrics.reloaded(success=False)
