@@ -14,12 +14,14 @@ import pytest
 import yaml
 
 from gateway.core.exchange import Exchange
+from gateway.telemetry.histogram import B_GAP, B_OVH, B_TTFT
 from gateway.telemetry.metrics import Metrics, Sources
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 UNIT = DEPLOY / "systemd" / "tokenpipe.service"
 PROMETHEUS = DEPLOY / "prometheus" / "prometheus.yml"
 RULES = DEPLOY / "prometheus" / "tokenpipe.rules.yml"
+RULES_TEST = DEPLOY / "prometheus" / "tokenpipe.rules.test.yml"
 
 DRAIN = 120  # the default of timeouts.drain
 
@@ -33,6 +35,10 @@ def tool(name: str) -> str:
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(word) for word in command], capture_output=True, text=True)
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 
 
 def unit() -> configparser.ConfigParser:
@@ -97,59 +103,33 @@ def test_rules_ask_for_what_is_exported() -> None:
     metrics = Metrics(Sources(list, lambda: live, list, lambda: 0, list), wall=lambda: 0.0, version="1")
     families = set(re.findall(r"^# TYPE (\S+)", b"".join(metrics.render(None)[0]).decode(), re.MULTILINE))
     recorded = set(re.findall(r"record: (\S+)", RULES.read_text()))
-    for group in yaml.safe_load(RULES.read_text())["groups"]:
-        for rule in group["rules"]:
-            for name in re.findall(r"[a-z:]*\btokenpipe_[a-z0-9_:]+|model:tokenpipe\w+:\w+", rule["expr"]):
-                assert name in recorded or name.removesuffix("_bucket") in families, name
-            assert "record" in rule or rule["annotations"]["summary"]
+    for rule in rules():
+        for name in re.findall(r"[a-z:]*\btokenpipe_[a-z0-9_:]+|model:tokenpipe\w+:\w+", rule["expr"]):
+            assert name in recorded or re.sub("_(bucket|count|sum)$", "", name) in families, name
+        assert "record" in rule or rule["annotations"]["summary"]
     result = run(tool("promtool"), "check", "rules", RULES)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-REQUESTS = 'tokenpipe_requests_total{model="m",outcome="%s",code="%s"}'
-
-# promtool's own test format: a house with one backend down, one model that fails and one that hangs
-ALERTS = {
-    "rule_files": [str(RULES)],
-    "evaluation_interval": "1m",
-    "tests": [
-        {
-            "interval": "1m",
-            "input_series": [
-                {"series": 'up{job="tokenpipe",instance="dead"}', "values": "0x30"},
-                {"series": 'tokenpipe_backend_up{backend="b1",instance="a"}', "values": "0x30"},
-                {"series": 'tokenpipe_backend_up{backend="b2",instance="a"}', "values": "1x30"},
-                {"series": REQUESTS % ("complete", "200"), "values": "0+80x30"},
-                {"series": REQUESTS % ("upstream_reset", "200"), "values": "0+20x30"},
-                {"series": REQUESTS % ("upstream_status", "404"), "values": "0+900x30"},
-                {"series": 'tokenpipe_requests_in_flight{model="h",phase="wait",instance="a"}', "values": "2x30"},
-                {"series": 'tokenpipe_requests_in_flight{model="s",phase="wait",instance="a"}', "values": "2x30"},
-                {"series": 'tokenpipe_requests_in_flight{model="s",phase="stream",instance="a"}', "values": "1x30"},
-            ],
-            "alert_rule_test": [
-                {"eval_time": "20m", "alertname": "TokenpipeDown", "exp_alerts": [
-                    {"exp_labels": {"severity": "page", "job": "tokenpipe", "instance": "dead"},
-                     "exp_annotations": {"summary": "dead does not answer scrapes"}}]},
-                {"eval_time": "20m", "alertname": "TokenpipeNoBackend", "exp_alerts": []},
-                {"eval_time": "20m", "alertname": "TokenpipeBackendDown", "exp_alerts": [
-                    {"exp_labels": {"severity": "ticket", "backend": "b1", "instance": "a"},
-                     "exp_annotations": {"summary": "backend b1 has been down for 5 minutes"}}]},
-                {"eval_time": "20m", "alertname": "TokenpipeFailures", "exp_alerts": []},
-                {"eval_time": "20m", "alertname": "TokenpipeHang", "exp_alerts": [
-                    {"exp_labels": {"severity": "page", "model": "h", "instance": "a"},
-                     "exp_annotations": {"summary": "h: requests wait, nothing is answered"}}]},
-            ],
-            "promql_expr_test": [
-                {"expr": "model:tokenpipe_failures:ratio_rate5m", "eval_time": "20m", "exp_samples": [
-                    {"labels": 'model:tokenpipe_failures:ratio_rate5m{model="m"}', "value": 0.02}]},
-            ],
-        }
-    ],
-}  # fmt: skip
-
-
-def test_alerts_fire(tmp_path: Path) -> None:
-    promtool = tool("promtool")
-    (tmp_path / "alerts.yml").write_text(yaml.safe_dump(ALERTS))
-    result = run(promtool, "test", "rules", tmp_path / "alerts.yml")
+def test_alerts_fire_and_do_not() -> None:
+    """Each alert, by the test file that lies beside the rules for whoever changes them."""
+    tests = yaml.safe_load(RULES_TEST.read_text())["tests"]
+    fired = {case["alertname"] for test in tests for case in test["alert_rule_test"] if case["exp_alerts"]}
+    alerts = {rule["alert"] for rule in rules() if "alert" in rule}
+    assert fired == alerts
+    result = run(tool("promtool"), "test", "rules", RULES_TEST)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_thresholds_are_edges() -> None:
+    """What lies within a bucket would be a guess."""
+    edges = {
+        "time_to_first_token": B_TTFT, "abandoned": B_TTFT, "stream_max_gap": B_GAP, "overhead": B_OVH, "event_loop_lag": B_OVH,
+    }  # fmt: skip
+    told: list[tuple[str, str]] = []
+    for rule in rules():
+        told += re.findall(r'tokenpipe_(\w+)_seconds_bucket\{[^}]*le="([^"]+)"', rule["expr"])
+        told += re.findall(r"histogram_quantile.*tokenpipe_(\w+)_seconds_bucket.* > ([0-9.]+)$", rule["expr"])
+    assert {name for name, _ in told} == edges.keys()
+    for name, threshold in told:
+        assert float(threshold) in edges[name], (name, threshold)

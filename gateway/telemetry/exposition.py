@@ -2,7 +2,7 @@
 
 It first settles the running exchanges, so that a stream of ten minutes is seen while it runs, then reads the plain
 numbers. Every family is always there, with help and type, even while it has no sample; a histogram nobody has observed
-yet has none, but for that of the first token: an objective is set on it, and what has not begun at zero has no rate.
+yet has none, but for those that an objective on the first token is made of: what has not begun at zero has no rate.
 
 All of it is done in pieces, of which none takes as much as a millisecond, so that whoever asks for them can let the event
 loop do other things in between: a gateway with hundreds of series and thousands of streams is read without holding up a
@@ -59,6 +59,8 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[Series], Histogram]], ...] = (
     ("response_head_seconds", "Request sent, in the last attempt, to the response's head received.", attrgetter("head")),
     ("first_event_seconds", "Response's head received to first event with output read.", attrgetter("first_event")),
 )
+
+OBJECTIVE = {"time_to_first_token_seconds", "abandoned_seconds"}
 
 # name, help, the last label, where it is in a `Series`
 COUNTERS: tuple[tuple[str, str, str, Callable[[Series], Mapping[str, int]]], ...] = (
@@ -160,7 +162,7 @@ class Exposition:
             yield page.family(PREFIX + name, "histogram", help_)
             for pair, series in pairs:
                 histogram = find(series)
-                seen = histogram is series.ttft or any(histogram.counts)
+                seen = name in OBJECTIVE or any(histogram.counts)
                 yield page.histogram(PREFIX + name, pair, histogram) if seen else ""
         name = PREFIX + "time_per_output_token_seconds"
         yield page.family(
