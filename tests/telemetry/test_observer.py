@@ -64,3 +64,18 @@ def test_a_broken_part_is_logged_once_and_the_others_go_on(caplog: pytest.LogCap
     assert good.heard == ["ended", "failed"] * 3
     assert len(caplog.records) == 2
     assert "Broken failed" in caplog.text
+
+
+def test_who_hears_nothing_is_not_asked() -> None:
+    class Counting(Silent):
+        heard = 0
+
+        def retried(self, exchange: Exchange, reason: str) -> None:
+            self.heard += 1
+
+    part = Counting()
+    observers = Observers(part)
+    for tell in EVERY:
+        tell(observers)
+    assert part.heard == 1
+    assert (len(observers._ended), len(observers._retried)) == (0, 1)
