@@ -75,9 +75,9 @@ def test_labels_come_back_as_they_were(name: str, openmetrics: bool) -> None:
     ]  # fmt: skip
 
 
-def large_house() -> tuple[House, module.Metrics]:
+def large_house(models: int = 30) -> tuple[House, module.Metrics]:
     house = House()
-    house.models = [f"m{number}" for number in range(30)]
+    house.models = [f"m{number}" for number in range(models)]
     house.backends = [BackendSample(f"b{number}", True, "up", 1, 1) for number in range(10)]
     metrics = house.metrics()
     for model in house.models:
@@ -118,7 +118,7 @@ def test_no_piece_is_large() -> None:
 
 def test_a_scrape_bears_what_happens_between_its_pieces() -> None:
     """Exchanges end, others begin, models come, while it is made."""
-    house, metrics = large_house()
+    house, metrics = large_house(models=4)
     exchange = stream(FakeMeter([0.03]), model="m1", backend="b1")
     house.live = [exchange, *[stream(model="m2", backend="b2") for _ in range(200)]]
     rendering, _ = metrics.render(None)
