@@ -9,6 +9,9 @@ PYTHON ?= $(shell for p in python3.11 python3.13 python3.12 python3; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 RUN := .venv/bin/python
 
+# a configuration's own `listen` holds, unless PORT was asked for as well
+SERVE_PORT = $(if $(and $(filter -c% --config%,$(ARGS)),$(filter file,$(origin PORT))),,--port $(PORT))
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -28,7 +31,7 @@ ifeq ($(filter --backend% -c% --config%,$(ARGS)),)
 	@echo 'and look on in a browser: http://127.0.0.1:9400/-/dashboard'
 	@echo
 endif
-	@exec $(RUN) -m gateway serve --port $(PORT) $(ARGS)
+	@exec $(RUN) -m gateway serve $(SERVE_PORT) $(ARGS)
 
 # all three are run, so that one run shows all there is to mend; pytest comes last, with its closing line
 test: .venv/test.stamp ## ruff, mypy --strict and the tests; ARGS is added to pytest's command
@@ -76,22 +79,18 @@ clean: ## remove what these targets made
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # Always from nothing, and the stamp last: an installation that was interrupted half way is never taken for a whole one.
-define install
+.venv/run.stamp: setup.cfg setup.py
 	@[ -n '$(PYTHON)' ] || { echo 'tokenpipe needs Python 3.11 or later with venv: apt-get install python3 python3-venv' >&2; exit 1; }
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --use-pep517 -e '$(1)'
-endef
-
-.venv/run.stamp: setup.cfg setup.py
-	$(call install,.)
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --use-pep517 -e .
 	@touch $@
 
-.venv/test.stamp: setup.cfg setup.py
-	$(call install,.[test])
-	@touch .venv/run.stamp $@
+# on top of it, so that a gateway which runs from it goes on
+.venv/test.stamp: .venv/run.stamp
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --use-pep517 -e '.[test]'
+	@touch $@
 
-# on top of the other, which begins from nothing
 .venv/vllm.stamp: .venv/test.stamp
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --use-pep517 -e '.[test,vllm]'
 	@touch $@

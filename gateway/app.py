@@ -269,7 +269,8 @@ class App:
                 async with asyncio.timeout(0.02):
                     await self._at_once.wait()
         if gateway.live:
-            log.warning("the drain limit cuts %d exchanges", len(gateway.live))
+            why = "a second signal" if self._at_once.is_set() else "the drain limit"
+            log.warning("%s cuts %d exchanges", why, len(gateway.live))
             gateway.interrupt(Ended(Outcome.DRAINING, "the gateway is shutting down"))
             deadline = time.monotonic() + LAST_WORDS
             while gateway.live and time.monotonic() < deadline:  # noqa: ASYNC110  # the last steps of a process

@@ -56,7 +56,7 @@ def _serve_options(command: _Command) -> _Command:
             help="An engine: http://HOST:PORT, https://HOST:PORT or unix:/PATH. Repeat it for more. These replace the"
             " file's backends.",
         ),
-        click.option("--workers", type=int, metavar="N", help="Processes that relay.  [1]"),
+        click.option("--workers", type=int, metavar="N", help="Processes that relay; this version knows 1 only.  [1]"),
         click.option("--log-level", metavar="debug|info|warning|error", help="The least that is logged.  [info]"),
         click.option("--log-format", metavar="text|json", help="How a line of the log looks.  [text]"),
     )

@@ -82,7 +82,9 @@ def _key(flags: Mapping[str, Any]) -> str | None:
 
 def _need_plots(flag: str) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"{flag} needs matplotlib, which is not installed: pip install 'tokenpipe[report]'")
+        raise ConfigError(
+            f"{flag} needs matplotlib, which is not installed: pip install matplotlib (the extra tokenpipe[report])"
+        )
 
 
 def _writable(path: Path) -> None:

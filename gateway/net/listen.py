@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import resource
 import socket
 import stat
@@ -12,6 +13,10 @@ from typing import Protocol
 
 from gateway.errors import ConfigError
 
+_HINTS = {
+    errno.EADDRINUSE: "if another program listens there, stop it, or choose another port (--port, --admin-port)",
+    errno.EACCES: "ports below 1024 need CAP_NET_BIND_SERVICE; or choose another port (--port, --admin-port)",
+}
 BACKLOG = 4096  # connections that the kernel accepts on our behalf while we are busy
 
 
@@ -41,7 +46,7 @@ def bind(address: Place) -> socket.socket:
         sock.bind(where)
         sock.listen(BACKLOG)
     except OSError as error:
-        hint = "if another program listens there, stop it, or choose another port (--port, --admin-port)"
+        hint = _HINTS.get(error.errno or 0, "the host is to be a name or an address of this machine (0.0.0.0: all of them)")
         raise ConfigError(f"cannot listen on {address}: {error.strerror or error}; {hint}") from None
     sock.setblocking(False)
     return sock

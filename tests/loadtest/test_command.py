@@ -106,7 +106,7 @@ async def test_a_report_needs_its_library(tmp_path: Path) -> None:
     run = Loadtest(tmp_path, "http://127.0.0.1:9", "--report", str(tmp_path / "r.html"),
                    environment={"PYTHONPATH": f"{tmp_path}:{ROOT}"})  # fmt: skip
     assert await run.done() == 2
-    assert "--report needs matplotlib, which is not installed: pip install 'tokenpipe[report]'" in run.err
+    assert "--report needs matplotlib, which is not installed: pip install matplotlib (the extra tokenpipe[report])" in run.err
 
 
 async def test_nobody_there(tmp_path: Path) -> None:
