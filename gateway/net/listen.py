@@ -7,7 +7,7 @@ import errno
 import resource
 import socket
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -42,14 +42,24 @@ def bind(address: Place) -> socket.socket:
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(where)
-        sock.listen(BACKLOG)
+        with _closed_on_failure(sock):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(where)
+            sock.listen(BACKLOG)
     except OSError as error:
         hint = _HINTS.get(error.errno or 0, "the host is to be a name or an address of this machine (0.0.0.0: all of them)")
         raise ConfigError(f"cannot listen on {address}: {error.strerror or error}; {hint}") from None
     sock.setblocking(False)
     return sock
+
+
+@contextlib.contextmanager
+def _closed_on_failure(sock: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        sock.close()
+        raise
 
 
 def forget(paths: Iterable[str | None]) -> None:
@@ -80,8 +90,9 @@ def _bind_unix(path: Path) -> socket.socket:
                 raise ConfigError(f"cannot listen on unix:{path}: another program listens there")
     sock = socket.socket(socket.AF_UNIX)
     try:
-        sock.bind(str(path))
-        sock.listen(BACKLOG)
+        with _closed_on_failure(sock):
+            sock.bind(str(path))
+            sock.listen(BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen on unix:{path}: {error.strerror or error}") from None
     sock.setblocking(False)
