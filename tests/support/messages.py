@@ -71,7 +71,7 @@ class Message:
         """The data of its server-sent events, comments and event names left out."""
         found = []
         for block in re.split(r"\r\n\r\n|\n\n|\r\r", self.body.decode()):
-            lines = [line[5:].removeprefix(" ") for line in block.splitlines() if line.startswith("data:")]
+            lines = [line[5:].removeprefix(" ") for line in re.split(r"\r\n|\n|\r", block) if line.startswith("data:")]
             if lines:
                 found.append("\n".join(lines))
         return found
