@@ -116,26 +116,58 @@ def check(config_path: Path) -> int:
 @click.option("--model", metavar="NAME", default="synthetic", show_default=True, help="The model it claims to serve.")
 @click.option("--ttft", metavar="SECONDS", default="0.05", show_default=True, help="Time to the first token.")
 @click.option("--itl", metavar="SECONDS", default="0.02", show_default=True, help="Time between tokens.")
-@click.option("--tokens", type=int, metavar="N", default=64, show_default=True, help="Tokens in an answer.")
+@click.option("--tokens", metavar="N", default="64", show_default=True, help="Tokens in an answer.")
 @click.option("--seed", type=int, metavar="N", default=0, show_default=True, help="The same seed, the same answers.")
-def mock(host: str, port: int, model: str, ttft: str, itl: str, tokens: int, seed: int) -> int:
-    """Run the synthetic engine alone: a stand-in for `vllm serve`.
+@click.option("--fault", metavar="WHAT", multiple=True, help="Something that goes wrong. Repeat it for more.")
+@click.option("--set", "knobs", metavar="KNOB=VALUE", multiple=True, help="Anything else about it. Repeat it for more.")
+@click.option("--role", metavar="both|prefill|decode", default="both", show_default=True, help="What it does with KV.")
+@click.option("--connector", metavar="NAME", help="How KV moves.  [nixl, with a role of one half]")
+@click.option("--replay", metavar="FOLDER", help="Recorded answers, for `replay=NAME`.")
+@click.option("--workers", type=int, metavar="N", default=1, help="Processes. This version has one.  [1]")
+def mock(knobs: tuple[str, ...], workers: int, **settings: Any) -> int:
+    """Run the synthetic engine alone: a stand-in for `vllm serve` that can do what an engine can do wrong.
 
-    SECONDS is a number, or a distribution to draw from: constant:SECONDS, normal:MEAN:STDDEV, uniform:LOW:HIGH,
-    exponential:MEAN or lognormal:MEDIAN:SIGMA.
+    SECONDS and N are a number, or a distribution to draw from: constant:VALUE, normal:MEAN:STDDEV, uniform:LOW:HIGH,
+    exponential:MEAN, lognormal:MEDIAN:SIGMA, per_token:BASE:EACH or list:VALUE:VALUE...
+
+    WHAT is a fault, with where, when and how often it strikes: reset, reset@token:3, hang@ms:500, stall:2000@token:5,
+    status:503@every:10, error_event@token:2-9:0.01. The faults:
 
     \b
-    Example:
+      endings  refuse, down:SECONDS, hang, reset, close, eof_clean, eof_trunc, bad_chunk,
+               error_event[:CODE], error_cut[:CODE], abort, half_event, half_done, engine_death
+      delays   stall:MS, trickle:BYTES, cpu:MS, slow_read:BYTES
+      heads    status:CODE, ct:VALUE, ct_missing, ce:VALUE, early_hints, big_header:BYTES,
+               many_cookies:COUNT, head_garbage, http09, cl_short, cl_long, te_and_cl, trailer
+      events   long_line:BYTES, bad_json, bad_utf8, nul, wrong_index, ids_change, role_missing,
+               finish_missing, dup_done, data_after_done
+      after    extra[:BYTES], keepalive_close
+
+    Each request can ask for its own, by a header as x-synth: fault=reset@token:3;ttft=0.2. All of it is one table,
+    deploy/mock.md in the source: events of several tokens, reasoning, tools, usage, odd framing, slots and a queue, KV from
+    prefill to decode, replay of recordings, and what the server tells about what it did.
+
+    \b
+    Examples:
       tokenpipe mock --port 8001 --ttft lognormal:0.2:0.5 --itl 0.01 --tokens 256
+      tokenpipe mock --set max_num_seqs=8 --set slowdown=0.05 --fault reset@token:1-200:0.01
+      tokenpipe mock --role prefill --port 8001
     """
+    from gateway.synthetic.behaviour import pairs
     from gateway.synthetic.server import run as run_mock
     from gateway.synthetic.settings import MockSettings
 
+    if workers != 1:
+        raise ConfigError(f"--workers: found {workers}; this version runs one process: expected 1")
     try:
-        settings = MockSettings(host=host, port=port, model=model, ttft=ttft, itl=itl, tokens=tokens, seed=seed)
+        turned = pairs(";".join(knobs))
+    except ValueError as error:
+        raise ConfigError(f"--set: {error}") from None
+    try:
+        found = MockSettings(**settings, knobs=turned)
     except ValueError as error:  # it begins with the setting's name, which is the flag's
         raise ConfigError(f"--{error}") from None
-    return run_mock(settings)
+    return run_mock(found)
 
 
 @cli.command(cls=LoadtestCommand)

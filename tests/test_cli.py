@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import types
@@ -16,6 +17,7 @@ from gateway import __version__
 from gateway.cli import run
 from gateway.config import Config
 from gateway.errors import GatewayError, Refusal
+from gateway.synthetic.faults import CATALOGUE
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("serve", "check", "mock", "loadtest")
@@ -102,6 +104,14 @@ def test_help_is_fast() -> None:
         (["mock", "--itl", "normal:1"], "tokenpipe: --itl: 'normal:1': normal:MEAN:STDDEV is expected"),
         (["mock", "--port", "99999"], "tokenpipe: --port: 99999 is out of range"),
         (["mock", "--tokens", "0"], "tokenpipe: --tokens: 0 is out of range"),
+        (["mock", "--fault", "rest@token:3"], "tokenpipe: --fault: 'rest@token:3': unknown fault 'rest'; the nearest is reset"),
+        (["mock", "--fault", "reset@tokn:3"], "unknown place 'tokn', the nearest is token; expected reset[@head|"),
+        (["mock", "--set", "eol"], "tokenpipe: --set: 'eol' is not KNOB=VALUE"),
+        (["mock", "--set", "eol=crl"], "tokenpipe: --set: eol: found 'crl'; expected lf or crlf or cr"),
+        (["mock", "--set", "max_num_seq=1"], "tokenpipe: --set: max_num_seq: unknown knob; the nearest is max_num_seqs"),
+        (["mock", "--role", "decoder"], "tokenpipe: --role: 'decoder' is not a role: both, prefill, decode is expected"),
+        (["mock", "--connector", "mooncake"], "tokenpipe: --connector: 'mooncake' is not there: nixl is expected"),
+        (["mock", "--workers", "2"], "tokenpipe: --workers: found 2; this version runs one process: expected 1"),
     ],
 )
 def test_bad_usage(capsys: Capture, app: Recorder, engine: Recorder, arguments: list[str], expected: str) -> None:
@@ -218,9 +228,24 @@ def test_mock(engine: Recorder) -> None:
     assert run(["mock", *flags.split()]) == 0
     names = ("host", "port", "model", "ttft", "itl", "tokens", "seed")
     assert [tuple(getattr(settings, name) for name in names) for (settings,) in engine.calls] == [
-        ("127.0.0.1", 8001, "synthetic", "0.05", "0.02", 64, 0),
-        ("::1", 0, "m", "normal:1:2", "0", 3, 4),
+        ("127.0.0.1", 8001, "synthetic", "0.05", "0.02", "64", 0),
+        ("::1", 0, "m", "normal:1:2", "0", "3", 4),
     ]
+
+
+def test_everything_about_the_mock_reaches_it(engine: Recorder) -> None:
+    flags = "--fault reset@token:3:0.1 --fault hang --set eol=crlf --set tokens=3 --role decode --connector nixl --replay R"
+    assert run(["mock", *flags.split()]) == 0
+    ((settings,),) = engine.calls
+    assert (settings.fault, settings.knobs) == (("reset@token:3:0.1", "hang"), {"eol": "crlf", "tokens": "3"})
+    assert (settings.role, settings.connector, settings.replay) == ("decode", "nixl", "R")
+
+
+def test_the_help_of_the_mock_names_every_fault(capsys: Capture) -> None:
+    assert run(["mock", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert not [name for name in CATALOGUE if not re.search(rf"\b{name}\b", said)]
+    assert "deploy/mock.md" in said
 
 
 # ---- the process

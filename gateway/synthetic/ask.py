@@ -28,7 +28,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `prompts` are texts, or counts of tokens where the client sent tokens; `n` answers to each."""
+    """One request. `prompts` are texts, or counts of tokens where the client sent tokens; `n` answers to each.
+    `words_only`: the API knows neither reasoning nor tools."""
 
     body: Body
     prompt_tokens: int
@@ -42,6 +43,8 @@ class Ask:
     seed: int | None = None
     include_usage: bool = False
     continuous_usage: bool = False
+    stream_interval: int | None = None
+    words_only: bool = False
 
     @property
     def choices(self) -> int:
@@ -93,7 +96,15 @@ def listed(body: Body, name: str) -> list[Any]:
     raise invalid("list_type", f"body.{name}", "Input should be a valid list", value)
 
 
-def build(body: Body, limits: Limits, prompts: Sequence[int], *, length_fields: Sequence[str], openai: bool = False) -> Ask:
+def build(
+    body: Body,
+    limits: Limits,
+    prompts: Sequence[int],
+    *,
+    length_fields: Sequence[str],
+    openai: bool = False,
+    words_only: bool = False,
+) -> Ask:
     """Draw an `Ask` from a body whose prompts were counted already. `length_fields`: who of them is set first, wins.
 
     `openai`: the API is one of the two that know `n` and `stream_options`; the others ignore them.
@@ -120,6 +131,8 @@ def build(body: Body, limits: Limits, prompts: Sequence[int], *, length_fields: 
         ignore_eos=boolean(body, "ignore_eos"),
         seed=integer(body, "seed"),
         include_usage=include_usage,
+        stream_interval=_interval(body),
+        words_only=words_only,
         # Alone it does nothing: that is how vLLM reads it.
         continuous_usage=include_usage and boolean(options, "continuous_usage_stats"),
     )
@@ -128,12 +141,21 @@ def build(body: Body, limits: Limits, prompts: Sequence[int], *, length_fields: 
     return ask
 
 
+def _interval(body: Body) -> int | None:
+    interval = integer(body, "stream_interval")
+    if interval is not None and interval < 1:
+        raise bad_request(f"stream_interval must be at least 1, got {interval}.", "stream_interval", interval)
+    return interval
+
+
 def _model(body: Body, limits: Limits) -> str:
     name = body.get("model")
     if name is None or name == limits.model:
         return limits.model
     if not isinstance(name, str):
         raise invalid("string_type", "body.model", "Input should be a valid string", name)
+    if name.partition("?")[0] == limits.model:
+        return limits.model  # what follows turns knobs
     raise unknown_model(name, limits.model)
 
 

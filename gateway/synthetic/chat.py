@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from gateway.synthetic.ask import Ask, Body, Limits, build, listed, texts_of_messages
-from gateway.synthetic.dialect import FINGERPRINT, created, full_usage, usage
+from gateway.synthetic.dialect import FINGERPRINT, Accounts, created, full_usage, openai_failure
 from gateway.synthetic.generation import Generation, Step
+from gateway.synthetic.speech import TOOL, Part, Sort
 from gateway.synthetic.text import count_tokens, json_string, json_text
-from gateway.synthetic.wire import DONE, Event
+from gateway.synthetic.wire import Event, Mark
 
 
 class Chat:
@@ -17,6 +18,9 @@ class Chat:
 
     def __init__(self, ask: Ask, generation: Generation, request_id: str | None):
         self._ask, self._generation = ask, generation
+        self._accounts = Accounts(ask, generation)
+        self._early = generation.plan.behaviour.role == "early"
+        self._thought = generation.plan.behaviour.reasoning_field
         self._id = json_text(f"chatcmpl-{request_id or generation.id}")
         self._origin = f'"created":{created()},"model":{json_text(ask.model)},"choices":['
         self._chunk = f'{{"id":{self._id},"object":"chat.completion.chunk",{self._origin}'
@@ -27,52 +31,98 @@ class Chat:
         return build(body, limits, [prompt], length_fields=("max_completion_tokens", "max_tokens"), openai=True)
 
     def opening(self) -> Iterator[Event]:
-        yield from ()
+        if self._early:
+            yield from self._roles()
 
     def step(self, step: Step) -> Iterator[Event]:
-        if step.first:
-            for choice in range(self._ask.choices):
-                yield self._role(choice)
+        if step.first and not self._early:
+            yield from self._roles()
         if step.number == 0:
             # Stopped while it waited for its first token: vLLM ends such a stream with no finish_reason at all.
             return
-        for choice, text in enumerate(step.texts):
-            yield self._token(choice, text, step)
+        if self._generation.usual and step.parts:
+            yield from self._part(step.parts[0], step, step.finish)
+            return
+        # A parser's last delta is empty where an end-of-text token ended it; else the last token rides on it.
+        riding = len(step.parts) if step.finish is None or step.finish == "stop" else len(step.parts) - 1
+        for at, part in enumerate(step.parts):
+            if part.texts[0] or step.finish is None or at >= riding:
+                yield from self._part(part, step, step.finish if at >= riding else None)
+        if step.finish is not None and riding == len(step.parts):
+            for choice in range(self._ask.choices):
+                yield self._token(choice, "", step, self._finish())
 
     def closing(self) -> Iterator[Event]:
-        if self._ask.include_usage:
-            total = usage(self._ask.prompt_tokens, self._generation.produced)
-            yield None, f'{self._chunk}],"usage":{total},"system_fingerprint":"{FINGERPRINT}"}}'
-        yield DONE
+        return self._accounts.close(self._chunk)
+
+    def failure(self, code: int, message: str) -> Iterator[Event]:
+        return openai_failure(code, message)
 
     def whole(self) -> str:
         generation = self._generation
         choices = ",".join(
-            f'{{"index":{choice},"message":{{"role":"assistant","content":{json_text(generation.text(choice))},'
-            '"refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},"logprobs":null,'
-            f'"finish_reason":"{generation.finish}","stop_reason":null,"token_ids":null,"routed_experts":null}}'
+            f'{{"index":{choice},"message":{self._message(choice)},"logprobs":null,'
+            f'"finish_reason":"{self._finish()}","stop_reason":null,"token_ids":null,"routed_experts":null}}'
             for choice in range(self._ask.choices)
         )
-        total = full_usage(self._ask.prompt_tokens, generation.produced)
+        total = full_usage(self._ask.prompt_tokens, generation)
         return (
             f'{{"id":{self._id},"object":"chat.completion",{self._origin}{choices}],'
             f'"service_tier":null,"system_fingerprint":"{FINGERPRINT}","usage":{total},'
-            '"prompt_logprobs":null,"prompt_token_ids":null,"prompt_text":null,"kv_transfer_params":null,'
+            f'"prompt_logprobs":null,"prompt_token_ids":null,"prompt_text":null,"kv_transfer_params":{generation.handoff},'
             '"ec_transfer_params":null,"metrics":null}'
         )
 
-    def _role(self, choice: int) -> Event:
-        delta = f'{{"index":{choice},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}]'
-        return None, f'{self._chunk}{delta}{self._usage(0)},"prompt_token_ids":null,"prompt_text":null}}'
+    def _finish(self) -> str | None:
+        generation = self._generation
+        return "tool_calls" if generation.finish == "stop" and generation.calls() else generation.finish
 
-    def _token(self, choice: int, text: str, step: Step) -> Event:
-        finish = "null" if step.finish is None else f'"{step.finish}","stop_reason":null'
-        # The fingerprint comes once: on the usage chunk where there is one.
-        tail = "" if step.finish is None or self._ask.include_usage else f',"system_fingerprint":"{FINGERPRINT}"'
-        return None, (
-            f'{self._chunk}{{"index":{choice},"delta":{{"content":{json_string(text)}}},"logprobs":null,'
-            f'"finish_reason":{finish},"token_ids":null}}]{self._usage(step.number)}{tail}}}'
+    def _message(self, choice: int) -> str:
+        text, thought, calls = (
+            found(choice) for found in (self._generation.text, self._generation.reasoning, self._generation.calls)
+        )
+        content = "null" if thought and not text else json_text(text)
+        listed = ",".join(
+            f'{{"id":"{self._call(at)}","type":"function","function":{{"name":"{TOOL}","arguments":{json_text(arguments)}}}}}'
+            for at, arguments in enumerate(calls)
+        )
+        shown = f'"tool_calls":[{listed}],' if calls else ""
+        return (
+            f'{{"role":"assistant","content":{content},"refusal":null,"annotations":null,"audio":null,'
+            f'"function_call":null,{shown}"reasoning":{json_text(thought) if thought else "null"}}}'
         )
 
-    def _usage(self, completion: int) -> str:
-        return f',"usage":{usage(self._ask.prompt_tokens, completion)}' if self._ask.continuous_usage else ""
+    def _call(self, call: int) -> str:
+        return f"chatcmpl-tool-{self._generation.id[2:]}{call:02x}"
+
+    def _roles(self) -> Iterator[Event]:
+        for choice in range(self._ask.choices):
+            delta = f'{{"index":{choice},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}]'
+            counted = self._accounts.beside(self._ask.prompt_tokens, 0)
+            yield Event(None, f'{self._chunk}{delta}{counted},"prompt_token_ids":null,"prompt_text":null}}', Mark.OPENING)
+
+    def _part(self, part: Part, step: Step, finish: str | None) -> Iterator[Event]:
+        for choice, text in enumerate(part.texts):
+            if part.sort is Sort.TEXT:
+                delta = f'"content":{json_string(text)}'
+            elif part.sort is Sort.REASONING:
+                delta = f'"{self._thought}":{json_string(text)}'
+            elif part.sort is Sort.CALL:
+                call = f'"id":"{self._call(part.call)}","type":"function","index":{part.call},"function":{{"name":"{TOOL}"}}'
+                delta = f'"content":null,"tool_calls":[{{{call}}}]'
+            else:
+                call = f'"index":{part.call},"function":{{"arguments":{json_string(text)}}}'
+                delta = f'"content":null,"tool_calls":[{{{call}}}]'
+            yield self._token(choice, delta, step, finish)
+
+    def _token(self, choice: int, delta: str, step: Step, reason: str | None) -> Event:
+        finish = "null" if reason is None else f'"{reason}","stop_reason":null'
+        # The fingerprint comes once: on the usage chunk where there is one.
+        tail = "" if reason is None or self._accounts.final else f',"system_fingerprint":"{FINGERPRINT}"'
+        counted = self._accounts.beside(self._ask.prompt_tokens, step.number, last=reason is not None)
+        return Event(
+            None,
+            f'{self._chunk}{{"index":{choice},"delta":{{{delta}}},"logprobs":null,'
+            f'"finish_reason":{finish},"token_ids":null}}]{counted}{tail}}}',
+            Mark.OUTPUT if reason is None else Mark.FINISH,
+        )

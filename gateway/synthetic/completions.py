@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from gateway.synthetic.ask import Ask, Body, Limits, boolean, build
-from gateway.synthetic.dialect import FINGERPRINT, created, full_usage, usage
+from gateway.synthetic.dialect import FINGERPRINT, Accounts, created, full_usage, openai_failure
 from gateway.synthetic.generation import Generation, Step
 from gateway.synthetic.refusals import bad_request, invalid
 from gateway.synthetic.text import count_tokens, json_string, json_text
-from gateway.synthetic.wire import DONE, Event
+from gateway.synthetic.wire import Event, Mark
 
 
 class Completions:
@@ -18,6 +18,7 @@ class Completions:
 
     def __init__(self, ask: Ask, generation: Generation, request_id: str | None):
         self._ask, self._generation = ask, generation
+        self._accounts = Accounts(ask, generation)
         id_, model = json_text(f"cmpl-{request_id or generation.id}"), json_text(ask.model)
         self._head = f'{{"id":{id_},"object":"text_completion","created":{created()},"model":{model},"choices":['
         self._echo = _prompts(ask.body) if boolean(ask.body, "echo") else None
@@ -26,7 +27,7 @@ class Completions:
     def read(body: Body, limits: Limits) -> Ask:
         boolean(body, "echo")
         prompts = [count_tokens([prompt]) if isinstance(prompt, str) else len(prompt) for prompt in _prompts(body)]
-        return build(body, limits, prompts, length_fields=("max_tokens",), openai=True)
+        return build(body, limits, prompts, length_fields=("max_tokens",), openai=True, words_only=True)
 
     def opening(self) -> Iterator[Event]:
         yield from ()
@@ -34,26 +35,26 @@ class Completions:
     def step(self, step: Step) -> Iterator[Event]:
         if step.number == 0:
             return
-        finish = "null" if step.finish is None else f'"{step.finish}"'
-        tail = "" if step.finish is None or self._ask.include_usage else f',"system_fingerprint":"{FINGERPRINT}"'
+        last = step.finish is not None
+        finish = f'"{step.finish}"' if last else "null"
+        tail = f',"system_fingerprint":"{FINGERPRINT}"' if last and not self._accounts.final else ""
         # Each choice's own count against its own prompt is what vLLM sends; prompts of one request count alike here.
-        prompt = self._ask.prompt_tokens // self._ask.prompts
-        counted = f',"usage":{usage(prompt, step.number)}' if self._ask.continuous_usage else ""
-        for choice, text in enumerate(step.texts):
+        counted = self._accounts.beside(self._ask.prompt_tokens // self._ask.prompts, step.number, last=last)
+        texts = step.parts[0].texts if step.parts else ("",) * self._ask.choices * last
+        for choice, text in enumerate(texts):
             shown = json_text(self._echoed(choice) + text) if step.first else json_string(text)
-            yield (
+            yield Event(
                 None,
-                (
-                    f'{self._head}{{"index":{choice},"text":{shown},"logprobs":null,"finish_reason":{finish},'
-                    f'"stop_reason":null,"prompt_token_ids":null,"token_ids":null}}]{counted}{tail}}}'
-                ),
+                f'{self._head}{{"index":{choice},"text":{shown},"logprobs":null,"finish_reason":{finish},'
+                f'"stop_reason":null,"prompt_token_ids":null,"token_ids":null}}]{counted}{tail}}}',
+                Mark.FINISH if last else Mark.OUTPUT,
             )
 
     def closing(self) -> Iterator[Event]:
-        if self._ask.include_usage:
-            total = usage(self._ask.prompt_tokens, self._generation.produced)
-            yield None, f'{self._head}],"usage":{total},"system_fingerprint":"{FINGERPRINT}"}}'
-        yield DONE
+        return self._accounts.close(self._head)
+
+    def failure(self, code: int, message: str) -> Iterator[Event]:
+        return openai_failure(code, message)
 
     def whole(self) -> str:
         generation = self._generation
@@ -63,10 +64,10 @@ class Completions:
             '"prompt_token_ids":null,"routed_experts":null}'
             for choice in range(self._ask.choices)
         )
-        total = full_usage(self._ask.prompt_tokens, generation.produced)
+        total = full_usage(self._ask.prompt_tokens, generation)
         return (
             f'{self._head}{choices}],"service_tier":null,"system_fingerprint":"{FINGERPRINT}","usage":{total},'
-            '"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null}'
+            f'"kv_transfer_params":{generation.handoff},"ec_transfer_params":null,"metrics":null}}'
         )
 
     def _echoed(self, choice: int) -> str:

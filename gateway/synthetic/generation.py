@@ -1,7 +1,7 @@
-"""The engine that is not there: when each token of a request is due, and what it says.
+"""One request in the engine that is not there: when each of its tokens is due, and what it says.
 
 A request's whole future follows from the seed and from its place in the order of arrival: its length at once, its words
-and deadlines as they are reached. Deadlines are absolute (arrival + ttft, then each + itl): a late write, a slow timer
+and deadlines as they are reached. Deadlines are absolute (scheduled + ttft, then each + itl): a late write, a slow timer
 or a reader that paused shifts nothing behind it. As in vLLM a token is computed for every choice in one step, the
 last token of an answer that ends by itself is the end-of-text token, which is counted and has no text, and an
 orderly stop ends what is running with `finish_reason: "abort"`.
@@ -13,105 +13,114 @@ client leaves. Leaving shows as the cancellation of the handler or as a connecti
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from random import Random
 from types import TracebackType
-from typing import Final
+from typing import Final, Protocol
 
 from gateway.synthetic.ask import Ask
-from gateway.synthetic.metrics import BLOCK_SIZE, BLOCKS, EngineMetrics
-from gateway.synthetic.settings import MockSettings
-from gateway.synthetic.text import words
+from gateway.synthetic.behaviour import MOST_TOKENS
+from gateway.synthetic.engine import DEATH, Engine
+from gateway.synthetic.metrics import BLOCK_SIZE
+from gateway.synthetic.plan import Plan
+from gateway.synthetic.speech import CALL_TOKENS, Layout, Part, Sort, Speech
 
-# A client that sets `ignore_eos` and no length would be served for hours.
-_MAX_UNASKED: Final = 32_768
+
+class EngineFault(Exception):
+    """The engine cannot go on with a request. `message` is what the client is told, with code 500."""
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        self.message = message
+
+
+class EngineDied(EngineFault):
+    """The engine is dead, and with it all that it was computing."""
+
+    def __init__(self) -> None:
+        super().__init__(DEATH)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One token of every choice. `number` counts from 1, but a generation aborted before its first token has step 0;
-    `first` tells the one that opens an answer from one that only ends it."""
+    """What the engine gives out at once. `number`: tokens of each choice so far, but a generation aborted before its
+    first token has step 0; `first` tells the one that opens an answer from one that only ends it."""
 
     number: int
     first: bool
-    texts: tuple[str, ...]
+    parts: tuple[Part, ...]
     finish: str | None
+    due: float
 
 
-class Engine:
-    """What all requests share: the seed, the count of arrivals, the metrics, and the way to stop."""
-
-    def __init__(self, settings: MockSettings, metrics: EngineMetrics):
-        self.settings, self.metrics = settings, metrics
-        self.ttft, self.itl = settings.first_token().draw, settings.between_tokens().draw
-        self.stopping = False
-        self._arrivals = 0
-        self._running: set[Generation] = set()
-        self._blocks = 0
+class Timeline(Protocol):
+    """What else happens in the course of an answer: `run` is due at `next`."""
 
     @property
-    def running(self) -> int:
-        return len(self._running)
+    def next(self) -> float: ...
 
-    def admit(self, ask: Ask) -> Generation:
-        """A generation for one request; it counts as running once entered."""
-        self._arrivals += 1
-        return Generation(self, ask, self._arrivals)
+    async def run(self) -> None: ...
 
-    def stop(self) -> None:
-        """What runs ends with `abort` at once, as it does when vLLM gets a SIGTERM."""
-        self.stopping = True
-        for generation in tuple(self._running):
-            generation.wake()
 
-    def enter(self, generation: Generation) -> None:
-        self._running.add(generation)
-        self._count(generation.blocks)
+class Quiet:
+    """Nothing else happens."""
 
-    def leave(self, generation: Generation) -> None:
-        """Once: at its last token, or when its client is gone. What comes after that changes nothing."""
-        if generation in self._running:
-            self._running.remove(generation)
-            self._count(-generation.blocks)
+    next: Final = math.inf
 
-    def _count(self, blocks: int) -> None:
-        self._blocks += blocks
-        self.metrics.running.set(len(self._running))
-        self.metrics.kv_usage.set(min(1.0, self._blocks / BLOCKS))
+    async def run(self) -> None:
+        return
+
+
+_QUIET: Final = Quiet()
 
 
 class Generation:
-    """One request in the engine. Iterate `steps` inside the `with` block; `text` and `finish` stand afterwards."""
+    """Iterate `steps` inside the `with` block; what was said, and `finish`, stand afterwards."""
 
-    def __init__(self, engine: Engine, ask: Ask, arrival: int):
-        seed = engine.settings.seed
-        self._engine, self._ask = engine, ask
-        self._loop = asyncio.get_running_loop()
-        self._start = self._loop.time()
-        self._clock = Random(f"{seed}:{arrival}:time")
+    def __init__(self, engine: Engine, ask: Ask, plan: Plan):
+        behaviour = plan.behaviour
+        self._engine, self._ask, self.plan = engine, ask, plan
+        self.start = time.monotonic()
+        self._clock, self._bundles = plan.random("time"), plan.random("bundles")
+        self.id = plan.random("id").randbytes(8).hex()
+        self.length, self._ending, self._layout = _extent(engine, ask, plan)
         # A request that brings its own seed gets the same words whenever and wherever it is asked.
-        source = f"{seed}:{arrival}" if ask.seed is None else f"asked:{ask.seed}"
-        self._words = [words(Random(f"{source}:{choice}")) for choice in range(ask.choices)]
-        self._spoken: list[list[str]] = [[] for _ in range(ask.choices)]
-        self._waiter: asyncio.Future[None] | None = None
-        self.id = Random(f"{seed}:{arrival}:id").randbytes(8).hex()
-        self.length, self._ending = _length(engine.settings, ask)
+        self._source = f"{plan.seed}:{plan.index}" if ask.seed is None else f"asked:{ask.seed}"
+        self._choices = self._speeches(self._source)
+        self._simple = self._layout.simple and not behaviour.hidden
+        self.sequences = ask.choices
         # The key-value cache is taken up front, prompt and output: near enough, and nothing to do per token.
         self.blocks = -(-(ask.prompt_tokens + self.length * ask.choices) // BLOCK_SIZE)
-        self._first = self._start
+        self.cached = min(behaviour.cached, ask.prompt_tokens)
+        self._ttft = behaviour.ttft.draw(self._clock, plan.index - 1, ask.prompt_tokens - self.cached) / behaviour.speed
+        # What has to be there before the first token can be computed: another engine's KV.
+        self.prelude: Callable[[], Awaitable[None]] | None = None
+        # What is to be done with its blocks when it ends.
+        self.on_finish: Callable[[], None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._due, self._take, self._gaps = math.inf, 0, 0
+        self._admitted = False
+        self._scheduled = self._first = self._last = self.start
         self.tokens = 0
+        # What a prefill hands to its decoder, as JSON.
+        self.handoff = "null"
         self.finish: str | None = None
 
     def __enter__(self) -> Generation:
+        metrics = self._engine.metrics
+        metrics.prompt_tokens.inc(self._ask.prompt_tokens)
+        metrics.prefix_queries.inc(self._ask.prompt_tokens)
+        metrics.prefix_hits.inc(self.cached)
         self._engine.enter(self)
-        self._engine.metrics.prompt_tokens.inc(self._ask.prompt_tokens)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._engine.leave(self)
         left = isinstance(error, asyncio.CancelledError | ConnectionError)
-        if left and self.finish is None and not self._engine.stopping:
+        if left and self.finish is None and not self._engine.stopping and not self._engine.dead:
             self._engine.metrics.aborted.inc()
 
     @property
@@ -120,87 +129,211 @@ class Generation:
         return self.tokens * self._ask.choices
 
     def text(self, choice: int = 0) -> str:
-        return "".join(self._spoken[choice])
+        return self._choices[choice].text()
+
+    @property
+    def first_token(self) -> float:
+        """Seconds from its slot to its first token."""
+        return self._ttft
+
+    @property
+    def usual(self) -> bool:
+        """Whether its answer is nothing but words."""
+        return self._layout.simple
+
+    def reasoning(self, choice: int = 0) -> str:
+        return self._choices[choice].text(Sort.REASONING)
+
+    def calls(self, choice: int = 0) -> list[str]:
+        """The arguments of each call of a tool."""
+        return ["".join(pieces) for pieces in self._choices[choice].calls]
+
+    @property
+    def reasoned(self) -> int:
+        """Tokens of reasoning of all choices so far."""
+        return min(self.tokens, self.plan.behaviour.reasoning) * self._ask.choices
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def steps(self) -> AsyncIterator[Step]:
-        """The tokens, each when it is due."""
-        engine, metrics, clock = self._engine, self._engine.metrics, self._clock
-        due, last = self._start + engine.ttft(clock), self._start
+    def scheduled(self, now: float) -> None:
+        """It has its slot: the engine says so."""
+        self._admitted, self._scheduled = True, now
+        self._engine.metrics.queue_time.observe(now - self.start)
+        if self.prelude is None:
+            self._begin(now)
+        self.wake()
+
+    def garble(self) -> None:
+        """From the beginning it says something else than it would have."""
+        self._choices = self._speeches(f"{self._source}:other")
+
+    def _speeches(self, source: str) -> list[Speech]:
+        return [Speech(Random(f"{source}:{choice}"), self._layout) for choice in range(self._ask.choices)]
+
+    def delay(self, seconds: float) -> None:
+        """The engine pauses: all that is due comes later by so much."""
+        self._due += seconds
+
+    async def rest(self, until: float) -> None:
+        """Wait, before there is anything to say."""
+        while until > time.monotonic() and not self._engine.stopping and not self._engine.dead:
+            await self._until(until)
+
+    async def steps(self, timeline: Timeline = _QUIET) -> AsyncIterator[Step]:
+        """What it gives out, each when it is due. Raises EngineDied."""
+        engine = self._engine
         while self.finish is None:
-            await self._until(due)
+            if self._admitted and self.prelude is not None:
+                prelude, self.prelude = self.prelude, None
+                await prelude()
+                self._begin(time.monotonic())
+            await self._until(min(self._due, timeline.next))
+            if engine.dead:
+                raise EngineDied
             if engine.stopping:
-                yield self._aborted()
+                yield self.abort()
                 return
-            now = self._loop.time()
-            step = self._next()
-            if step.first:
-                self._first = now
-            (metrics.ttft if step.first else metrics.itl).observe(now - last)
-            metrics.generation_tokens.inc(len(step.texts))
-            if step.finish is not None:
-                self._done(now)
-            yield step
-            last = now
-            due += engine.itl(clock)
+            now = time.monotonic()
+            if timeline.next <= min(now, self._due):
+                await timeline.run()
+            elif self._due <= now:
+                yield self._advance(now)
+
+    def peek(self) -> list[Step]:
+        """Every step to come, without its time: to know how long an answer will be. For a generation of its own."""
+        self._begin(self.start)
+        steps = []
+        while self.finish is None:
+            steps.append(self._next())
+            self._await_next()
+        return steps
+
+    def _begin(self, now: float) -> None:
+        self._due = now + self._ttft
+        self._take = self._bundle()
+
+    def _bundle(self) -> int:
+        bundle = self.plan.behaviour.tokens_per_event
+        return 1 if bundle is None else bundle.count(self._bundles, self._gaps)
+
+    def _await_next(self) -> None:
+        """Settle when the next step is due, and how many tokens will have come together by then."""
+        behaviour, left = self.plan.behaviour, self.length - self.tokens
+        wanted = min(behaviour.stream_interval if self._ask.stream_interval is None else self._ask.stream_interval, left)
+        taken = 0
+        while True:
+            gap = behaviour.itl.draw(self._clock, self._gaps)
+            self._due += gap * self._engine.pace / behaviour.speed
+            self._gaps += 1
+            taken += self._bundle()
+            if taken >= wanted:
+                self._take = taken
+                return
+
+    def _advance(self, now: float) -> Step:
+        metrics = self._engine.metrics
+        before = self.tokens
+        step = self._next()
+        if step.first:
+            self._first = now
+            metrics.ttft.observe(now - self.start)
+        else:
+            metrics.itl.observe(now - self._last)
+        self._last = now
+        metrics.generation_tokens.inc((self.tokens - before) * self._ask.choices)
+        bundle = self.plan.behaviour.tokens_per_event
+        if bundle is not None and bundle.drafts:
+            metrics.drafts.inc()
+            metrics.draft_tokens.inc(bundle.drafts)
+            metrics.accepted_tokens.inc(self.tokens - before - 1)
+        if step.finish is not None:
+            self._done(now)
+        else:
+            self._await_next()
+        return step
+
+    def _next(self) -> Step:
+        number = self.tokens
+        tokens = min(self._take, self.length - number)
+        self.tokens += tokens
+        finish = self._ending if self.tokens >= self.length else None
+        spoken = tokens - (finish == "stop")  # the last token is the end of the text
+        if self._simple:
+            texts = tuple([choice.plain(spoken) if spoken else "" for choice in self._choices])
+            parts: tuple[Part, ...] = (Part(Sort.TEXT, texts),)
+        else:
+            parts = self._parts(number, spoken)
+        self.finish = finish
+        return Step(self.tokens, number == 0, parts, finish, self._due)
+
+    def _parts(self, number: int, spoken: int) -> tuple[Part, ...]:
+        """The choices of one request differ in their words only: the runs of one are those of all."""
+        runs = [choice.take(number, spoken) for choice in self._choices]
+        hidden = self.plan.behaviour.hidden
+        if hidden and self._bundles.random() < hidden:
+            return ()
+        return tuple(Part(run[0][0], tuple(text for _, _, text in run), run[0][1]) for run in zip(*runs, strict=True))
 
     async def _until(self, due: float) -> None:
-        delay = due - self._loop.time()
-        if self._engine.stopping:
+        engine = self._engine
+        if engine.stopping or engine.dead:
             return
-        if delay <= 0:
+        if due <= time.monotonic():
             # Behind schedule there is still somebody else's turn, and a client's leaving to be seen.
             await asyncio.sleep(0)
             return
-        self._waiter = self._loop.create_future()
-        timer = self._loop.call_later(delay, self.wake)
+        assert engine.alarm is not None
+        self._waiter = asyncio.get_running_loop().create_future()
+        timer = engine.alarm.at(due, self.wake) if due < math.inf else None
         try:
             await self._waiter
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
             self._waiter = None
 
-    def _next(self) -> Step:
-        self.tokens += 1
-        finish = self._ending if self.tokens >= self.length else None
-        if finish == "stop":
-            texts = ("",) * len(self._words)
-        else:
-            texts = tuple([next(source) for source in self._words])
-            for spoken, text in zip(self._spoken, texts, strict=True):
-                spoken.append(text)
-        self.finish = finish
-        return Step(self.tokens, self.tokens == 1, texts, finish)
-
-    def _aborted(self) -> Step:
+    def abort(self) -> Step:
+        """It ends here, as everything does when vLLM is shut down."""
         self.finish = "abort"
         self._engine.metrics.success["abort"].inc(self._ask.choices)
         self._engine.leave(self)
-        return Step(self.tokens, self.tokens == 0, ("",) * len(self._words), "abort")
+        parts = (Part(Sort.TEXT, ("",) * len(self._choices)),)
+        return Step(self.tokens, self.tokens == 0, parts, "abort", time.monotonic())
 
     def _done(self, now: float) -> None:
         """The last token is out of the engine: whatever the client still has to be sent, nothing runs any more."""
         metrics = self._engine.metrics
         metrics.success[self.finish or "error"].inc(self._ask.choices)
-        metrics.e2e.observe(now - self._start)
+        metrics.e2e.observe(now - self.start)
+        metrics.inference_time.observe(now - self._scheduled)
+        metrics.prefill_time.observe(self._first - self._scheduled)
+        metrics.decode_time.observe(now - self._first)
         # Zero for a single token, as vLLM has it.
         metrics.tpot.observe((now - self._first) / max(1, self.tokens - 1))
         metrics.request_prompt.observe(self._ask.prompt_tokens)
         metrics.request_generation.observe(self.produced)
+        if self.on_finish is not None:
+            self.on_finish()
         self._engine.leave(self)
 
 
-def _length(settings: MockSettings, ask: Ask) -> tuple[int, str]:
-    """How many tokens, and why it ends there."""
-    natural = max(settings.tokens, ask.min_tokens)
-    room = max(1, settings.max_model_len - ask.prompt_tokens // ask.prompts)
+def _extent(engine: Engine, ask: Ask, plan: Plan) -> tuple[int, str, Layout]:
+    """How many tokens, why it ends there, and which of them are what."""
+    behaviour = plan.behaviour
+    reasoning, calls = (0, 0) if ask.words_only else (behaviour.reasoning, behaviour.tools)
+    natural = max(behaviour.tokens.count(plan.random("length"), plan.index - 1, ask.prompt_tokens), ask.min_tokens)
+    natural = max(natural, reasoning + calls * CALL_TOKENS + 1) if reasoning or calls else natural
+    room = max(1, engine.max_model_len - ask.prompt_tokens // ask.prompts)
     asked = ask.max_tokens
     if asked is None:
-        asked = min(room, _MAX_UNASKED) if ask.ignore_eos else room
+        # A client that sets `ignore_eos` and no length would be served for hours.
+        asked = min(room, MOST_TOKENS) if ask.ignore_eos else room
     limit = min(asked, room)
+    # The calls come last, before the end-of-text token.
+    whole = limit if ask.ignore_eos else natural - 1
+    layout = Layout(reasoning, max(reasoning, whole - calls * CALL_TOKENS), calls, behaviour.text == "multibyte")
     if ask.ignore_eos or limit <= natural:
-        return limit, "length"
-    return natural, "stop"
+        return limit, "length", layout
+    return natural, "stop", layout

@@ -6,12 +6,21 @@ from collections.abc import Iterator
 from typing import ClassVar, Final
 
 from gateway.synthetic.ask import Ask, Body, Limits, build, listed, required, texts_of, texts_of_messages
+from gateway.synthetic.dialect import error_body
 from gateway.synthetic.generation import Generation, Step
+from gateway.synthetic.speech import TOOL, Sort
 from gateway.synthetic.text import count_tokens, json_string, json_text
-from gateway.synthetic.wire import Event
+from gateway.synthetic.wire import Event, Mark
 
 # An aborted generation has no word here: null.
 _STOP_REASONS: Final = {"stop": '"end_turn"', "length": '"max_tokens"'}
+_BLOCKS: Final = {Sort.TEXT: '{"type":"text","text":""}', Sort.REASONING: '{"type":"thinking","thinking":""}'}
+_DELTAS: Final = {
+    Sort.TEXT: '"type":"text_delta","text":',
+    Sort.REASONING: '"type":"thinking_delta","thinking":',
+    Sort.ARGUMENTS: '"type":"input_json_delta","partial_json":',
+}
+_SIGNATURE: Final = "bb17d317f79046978a12f3a3f4284c3d"
 
 
 class Messages:
@@ -21,7 +30,10 @@ class Messages:
         self._ask, self._generation = ask, generation
         # An OpenAI id on Anthropic's path: vLLM wraps its chat endpoint.
         self._id, self._model = json_text(f"chatcmpl-{request_id or generation.id}"), json_text(ask.model)
-        self._spoke = False
+        self._early = generation.plan.behaviour.role == "early"
+        # The content block that is open, and its number.
+        self._sort: Sort | None = None
+        self._block = -1
 
     @staticmethod
     def read(body: Body, limits: Limits) -> Ask:
@@ -30,44 +42,88 @@ class Messages:
         return build(body, limits, [prompt], length_fields=("max_tokens",))
 
     def opening(self) -> Iterator[Event]:
-        yield from ()
+        if self._early:
+            yield self._start()
 
     def step(self, step: Step) -> Iterator[Event]:
-        if step.first:
-            yield _event(
-                "message_start",
-                f'"message":{{"id":{self._id},"type":"message","role":"assistant","content":[],"model":{self._model},'
-                f'"stop_reason":null,"stop_sequence":null,"usage":{self._usage(0)}}}',
-            )
-        text = step.texts[0]
-        if not text:
-            return
-        if not self._spoke:
-            self._spoke = True
-            yield _event("content_block_start", '"content_block":{"type":"text","text":""},"index":0')
-        delta = f'"delta":{{"type":"text_delta","text":{json_string(text)}}},"index":0'
-        yield _event("content_block_delta", delta)
+        if step.first and not self._early:
+            yield self._start()
+        for part in step.parts:
+            text = part.texts[0]
+            if not text:
+                continue
+            if part.sort is Sort.CALL:
+                yield from self._open(part.sort, self._tool(part.call))
+                continue
+            if part.sort is not Sort.ARGUMENTS and part.sort is not self._sort:
+                yield from self._open(part.sort, _BLOCKS[part.sort])
+            delta = f'"delta":{{{_DELTAS[part.sort]}{json_string(text)}}},"index":{self._block}'
+            yield _event("content_block_delta", delta, Mark.OUTPUT)
 
     def closing(self) -> Iterator[Event]:
-        if self._spoke:
-            yield _event("content_block_stop", '"index":0')
+        yield from self._close()
         delta = f'"delta":{{"stop_reason":{self._stop_reason()},"stop_sequence":null}}'
-        yield _event("message_delta", f'{delta},"usage":{self._usage(self._generation.produced)}')
-        yield "message_stop", '{"type":"message_stop"}'
+        yield _event("message_delta", f'{delta},"usage":{self._usage(self._generation.produced)}', Mark.FINISH)
+        yield Event("message_stop", '{"type":"message_stop"}', Mark.LAST)
+
+    def failure(self, code: int, message: str) -> Iterator[Event]:
+        error = error_body(code, message)["error"]
+        body = {"type": "error", "error": {"type": error["type"], "message": message}}
+        yield Event("error", json_text(body), Mark.LAST)
 
     def whole(self) -> str:
-        text = self._generation.text()
-        content = f'[{{"type":"text","text":{json_text(text)}}}]' if text else "[]"
+        generation = self._generation
+        thought, text = generation.reasoning(), generation.text()
+        blocks = []
+        if thought:
+            blocks.append(f'{{"type":"thinking","thinking":{json_text(thought)},"signature":"{_SIGNATURE}"}}')
+        if text:
+            blocks.append(f'{{"type":"text","text":{json_text(text)}}}')
+        for call, arguments in enumerate(generation.calls()):
+            blocks.append(f"{self._tool(call)[:-3]}{arguments or '{}'}}}")
         return (
-            f'{{"id":{self._id},"type":"message","role":"assistant","content":{content},"model":{self._model},'
-            f'"stop_reason":{self._stop_reason()},"usage":{self._usage(self._generation.produced)}}}'
+            f'{{"id":{self._id},"type":"message","role":"assistant","content":[{",".join(blocks)}],"model":{self._model},'
+            f'"stop_reason":{self._stop_reason()},"usage":{self._usage(generation.produced)}}}'
         )
 
+    def _start(self) -> Event:
+        return _event(
+            "message_start",
+            f'"message":{{"id":{self._id},"type":"message","role":"assistant","content":[],"model":{self._model},'
+            f'"stop_reason":null,"stop_sequence":null,"usage":{self._usage(0)}}}',
+            Mark.OPENING,
+        )
+
+    def _open(self, sort: Sort, block: str) -> Iterator[Event]:
+        yield from self._close()
+        self._sort = sort
+        self._block += 1
+        yield _event("content_block_start", f'"content_block":{block},"index":{self._block}')
+
+    def _close(self) -> Iterator[Event]:
+        if self._sort is Sort.REASONING:
+            signature = f'"delta":{{"type":"signature_delta","signature":"{_SIGNATURE}"}}'
+            yield _event("content_block_delta", f'{signature},"index":{self._block}')
+        if self._sort is not None:
+            yield _event("content_block_stop", f'"index":{self._block}')
+
+    def _tool(self, call: int) -> str:
+        id_ = f"chatcmpl-tool-{self._generation.id[2:]}{call:02x}"
+        return f'{{"type":"tool_use","id":"{id_}","name":"{TOOL}","input":{{}}}}'
+
     def _stop_reason(self) -> str:
-        return _STOP_REASONS.get(self._generation.finish or "", "null")
+        generation = self._generation
+        if generation.finish == "stop" and generation.calls():
+            return '"tool_use"'
+        return _STOP_REASONS.get(generation.finish or "", "null")
 
     def _usage(self, output: int) -> str:
-        return f'{{"input_tokens":{self._ask.prompt_tokens},"output_tokens":{output}}}'
+        counted, cached = self._ask.prompt_tokens, self._generation.cached
+        if not cached or not output:
+            return f'{{"input_tokens":{counted},"output_tokens":{output}}}'
+        # Told at the end only: message_start has the whole prompt in input_tokens.
+        read = f'"cache_creation_input_tokens":0,"cache_read_input_tokens":{cached}'
+        return f'{{"input_tokens":{counted - cached},"output_tokens":{output},{read}}}'
 
 
 def prompt_tokens(body: Body) -> int:
@@ -75,5 +131,5 @@ def prompt_tokens(body: Body) -> int:
     return count_tokens(texts)
 
 
-def _event(kind: str, rest: str) -> Event:
-    return kind, f'{{"type":"{kind}",{rest}}}'
+def _event(kind: str, rest: str, mark: Mark = Mark.OTHER) -> Event:
+    return Event(kind, f'{{"type":"{kind}",{rest}}}', mark)

@@ -7,19 +7,28 @@ paths.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 from gateway.synthetic.text import json_text
 
 _UNSET: Any = object()
+_KINDS: Final = {
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    429: "RateLimitError",
+    503: "ServiceUnavailableError",
+}
 
 
 class VllmRefusal(Exception):
     """An answer with a status of 400 or more. `anthropic`: whether Anthropic's paths word it their own way."""
 
-    def __init__(self, status: int, body: dict[str, Any], *, anthropic: bool = False):
+    def __init__(self, status: int, body: dict[str, Any], *, anthropic: bool = False, headers: Mapping[str, str] | None = None):
         super().__init__(str(body))
         self.status, self._body, self._anthropic = status, body, anthropic
+        self.headers = dict(headers or {})
 
     def render(self, path: str) -> str:
         if self._anthropic and path.startswith("/v1/messages"):
@@ -30,6 +39,13 @@ class VllmRefusal(Exception):
 
 def detail(status: int, text: str) -> VllmRefusal:
     return VllmRefusal(status, {"detail": text})
+
+
+def failed(status: int, message: str, headers: Mapping[str, str] | None = None) -> VllmRefusal:
+    """What the engine found, or a fault that was asked for."""
+    kind = _KINDS.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return VllmRefusal(status, body, anthropic=True, headers=headers)
 
 
 def unknown_model(name: str, served: str) -> VllmRefusal:

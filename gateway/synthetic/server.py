@@ -16,15 +16,16 @@ from typing import Final
 
 from aiohttp import web
 
-from gateway.synthetic.generation import Engine
+from gateway.net.tasks import Tasks
+from gateway.synthetic.alarm import Alarm
+from gateway.synthetic.engine import Engine
 from gateway.synthetic.metrics import EngineMetrics
 from gateway.synthetic.routes import application
 from gateway.synthetic.settings import MockSettings
+from gateway.synthetic.transfer import Transfer
 
 __all__ = ["MockSettings", "SyntheticUpstream", "run"]
 
-# uvicorn's, as vLLM runs it: an idle connection is closed after this, in seconds.
-KEEPALIVE: Final = 5.0
 # uvicorn with httptools takes heads of any size; so far, and no further.
 _MAX_FIELD: Final = 1024 * 1024
 _MAX_FIELDS: Final = 1000
@@ -35,12 +36,14 @@ _STOP_GRACE: Final = 0.5
 class SyntheticUpstream:
     """One server with one engine. It is started and stopped once."""
 
-    def __init__(self, settings: MockSettings | None = None, *, keepalive: float = KEEPALIVE):
+    def __init__(self, settings: MockSettings | None = None):
         self.settings = settings or MockSettings()
-        self._metrics = EngineMetrics(self.settings.model)
-        self._engine = Engine(self.settings, self._metrics)
-        self._keepalive = keepalive
+        self._engine = Engine(self.settings, EngineMetrics(self.settings.model))
+        self._engine.close_port = self._close_port
+        self._transfer = None if self.settings.transfers is None else Transfer(self._engine, self.settings.role)
+        self._tasks = Tasks()
         self._runner: web.AppRunner | None = None
+        self._site: web.BaseSite | None = None
         self._socket: Path | None = None
         self._url: str | None = None
 
@@ -56,35 +59,74 @@ class SyntheticUpstream:
         """Requests being generated now."""
         return self._engine.running
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return self._engine.waiting
+
     async def start(self, *, unix_path: str | Path | None = None) -> str:
         """Bind and accept. Port 0 picks one. Raises OSError where the address cannot be had."""
         if self._runner is not None:
             raise RuntimeError("the synthetic upstream was started already")
         self._runner = runner = web.AppRunner(
-            application(self._engine),
+            application(self._engine, self._transfer),
             handler_cancellation=True,
             access_log=None,
-            keepalive_timeout=self._keepalive,
+            keepalive_timeout=self._engine.capacity.idle_close,
             shutdown_timeout=_STOP_GRACE,
             max_line_size=_MAX_FIELD,
             max_field_size=_MAX_FIELD,
             max_headers=_MAX_FIELDS,
         )
         await runner.setup()
+        self._engine.alarm = Alarm()
+        host, port = self.settings.host, self.settings.port
+        self._socket = None if unix_path is None else Path(unix_path)
         try:
-            if unix_path is None:
-                await web.TCPSite(runner, self.settings.host, self.settings.port, backlog=2048).start()
-            else:
-                await web.UnixSite(runner, str(unix_path), backlog=2048).start()
+            self._site = await self._listen(port)
         except OSError:
-            await runner.cleanup()
+            await self._close(runner)
             self._runner = None
             raise
-        if unix_path is not None:
-            self._socket, self._url = Path(unix_path), f"unix:{unix_path}"
+        if self._socket is not None:
+            self._url = f"unix:{unix_path}"
         else:
-            self._url = _http_url(self.settings.host, runner.addresses[0][1])
+            port = runner.addresses[0][1]
+            self._url = _http_url(host, port)
+            if self._transfer is not None:
+                self._transfer.address = host, port
         return self._url
+
+    async def _listen(self, port: int) -> web.BaseSite:
+        assert self._runner is not None
+        site: web.BaseSite
+        if self._socket is not None:
+            site = web.UnixSite(self._runner, str(self._socket), backlog=2048)
+        else:
+            site = web.TCPSite(self._runner, self.settings.host, port, backlog=2048)
+        await site.start()
+        return site
+
+    def _close_port(self, seconds: float) -> None:
+        """For so long no connection is taken; those that are there go on."""
+        self._tasks.start(self._down(seconds), "a port that is closed")
+
+    async def _down(self, seconds: float) -> None:
+        site, runner = self._site, self._runner
+        if site is None or runner is None:
+            return  # it is closed already
+        self._site = None
+        port = int(runner.addresses[0][1]) if self._socket is None else 0
+        await site.stop()
+        await asyncio.sleep(seconds)
+        self._site = await self._listen(port)
+
+    async def _close(self, runner: web.AppRunner) -> None:
+        await runner.cleanup()
+        if self._transfer is not None:
+            await self._transfer.stop()
+        if self._engine.alarm is not None:
+            self._engine.alarm.close()
 
     async def stop(self) -> None:
         """Close the listener, end what runs with `finish_reason: "abort"`, and wait for the readers a little."""
@@ -92,7 +134,8 @@ class SyntheticUpstream:
         if runner is None:
             return
         self._engine.stop()
-        await runner.cleanup()
+        await self._tasks.stop()
+        await self._close(runner)
         if self._socket is not None:
             self._socket.unlink(missing_ok=True)
 

@@ -24,6 +24,7 @@ _WORDS = """
     naïve café Straße 東京 Привет 🙂"""
 WORDS: tuple[str, ...] = tuple(_WORDS.split())
 _SPACED = tuple(f" {word}" for word in WORDS) + (",", ",", ".", ".")
+_LETTERS = "東京日本語éßñПривет🙂🚀👍€—\u2028"
 _PIECE = re.compile(r"\s?\S{1,4}|\s{1,4}")
 _MAX_VOCABULARY = 65_536
 
@@ -45,6 +46,16 @@ def words(rng: Random) -> Iterator[str]:
     choices, count = _SPACED, len(_SPACED)
     while True:
         yield choices[int(rng.random() * count)]
+
+
+def letters(rng: Random) -> Iterator[str]:
+    """Output of characters that cost a token a byte, as with a byte-level vocabulary: vLLM holds a character back until it
+    is whole, so that all of its tokens but the last have no text."""
+    choices, count = _LETTERS, len(_LETTERS)
+    while True:
+        letter = choices[int(rng.random() * count)]
+        yield from [""] * (len(letter.encode()) - 1)
+        yield letter
 
 
 def pieces(text: str) -> list[str]:

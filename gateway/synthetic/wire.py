@@ -6,15 +6,33 @@ slow reader. vLLM does none of that, so each is taken back here.
 
 from __future__ import annotations
 
-from typing import Final
+from enum import Enum
+from typing import Final, NamedTuple
 
 from aiohttp import web
 from aiohttp_sse import EventSourceResponse
 
-# The event's name, where the dialect has names, and its data.
-Event = tuple[str | None, str]
 
-DONE: Final[Event] = (None, "[DONE]")
+class Mark(Enum):
+    """What an event is to the stream, for whoever damages it."""
+
+    OPENING = "opening"  # before any output: a role, message_start, response.created
+    OUTPUT = "output"
+    FINISH = "finish"  # says why it ended
+    USAGE = "usage"
+    LAST = "last"  # the terminal event
+    OTHER = "other"
+
+
+class Event(NamedTuple):
+    """The event's name, where the dialect has names, and its data."""
+
+    kind: str | None
+    data: str
+    mark: Mark = Mark.OTHER
+
+
+DONE: Final = Event(None, "[DONE]", Mark.LAST)
 _NEVER: Final = 10 * 365 * 86400.0
 _ORDER: Final = (
     "date",

@@ -60,8 +60,7 @@ async def start_mock() -> AsyncIterator[StartMock]:
     started: list[SyntheticUpstream] = []
 
     async def start(**options: Any) -> SyntheticUpstream:
-        keepalive = {"keepalive": options.pop("keepalive")} if "keepalive" in options else {}
-        mock = SyntheticUpstream(MockSettings(**{"port": 0, "ttft": 0, "itl": 0, **options}), **keepalive)
+        mock = SyntheticUpstream(MockSettings(**{"port": 0, "ttft": 0, "itl": 0, **options}))
         await mock.start()
         started.append(mock)
         return mock

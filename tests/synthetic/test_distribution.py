@@ -25,10 +25,11 @@ def test_a_number_is_a_constant(spec: str | float) -> None:
         ("exponential:0.02", 0.02),
         ("exponential:0", 0.0),
         ("lognormal:0.02:0.1", 0.0201),
+        ("accepted:3:0.5", 1.875),
     ],
 )
 def test_a_distribution_has_its_mean_and_its_seed(spec: str, mean: float) -> None:
-    draw = parse(spec).draw
+    draw = parse(spec, tokens=True).draw
     drawn = [draw(rng) for rng in [Random(7)] for _ in range(4000)]
     assert statistics.fmean(drawn) == pytest.approx(mean, rel=0.1)
     assert [draw(rng) for rng in [Random(7)] for _ in range(4000)] == drawn
@@ -41,11 +42,29 @@ def test_nothing_negative_comes_out() -> None:
     assert max(drawn) > 0
 
 
+def test_a_list_comes_in_turn_and_a_prompt_by_its_tokens() -> None:
+    listed, by_token = parse("list:1:2:3"), parse("per_token:0.5:0.01")
+    assert [listed.draw(Random(0), nth) for nth in range(5)] == [1, 2, 3, 1, 2]
+    assert parse([1, 2.5]) == parse("list:1:2.5")
+    assert by_token.draw(Random(0), 7, 50) == 1.0
+
+
+def test_tokens_are_whole_and_at_least_one() -> None:
+    assert {parse("normal:0:2", tokens=True).count(Random(seed)) for seed in range(50)} >= {1, 2, 3}
+    with pytest.raises(ValueError, match="0 is out of range: 1 or more is expected"):
+        parse(0, tokens=True)
+    with pytest.raises(ValueError, match="accepted:DRAFTS:CHANCE is expected, DRAFTS 1 or more"):
+        parse("accepted:2.5:0.5", tokens=True)
+
+
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
         ("soon", "'soon' is not a number"),
         ("poisson:3", "unknown distribution 'poisson'"),
+        ("normale:1:2", "unknown distribution 'normale'; the nearest is normal"),
+        ("list", "'list' is not a number|list:VALUE... is expected, and 0 value"),
+        ("per_token:1", "per_token:BASE:EACH is expected, and 1 value"),
         ("normal:0.05", "normal:MEAN:STDDEV is expected, and 1 value"),
         ("uniform:0.01:x", "'x' is not a number"),
         ("uniform:0.3:0.1", "LOW 0.3 is above HIGH 0.1"),
