@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import http_parser, web
 
 from gateway import __version__
@@ -167,7 +168,7 @@ class App:
     async def _start_synthetic(self) -> None:
         """The embedded synthetic upstream, on a loopback port of its own."""
         mock = self.config.mock
-        self._synthetic = SyntheticUpstream(MockSettings(port=0, ttft=mock.ttft, itl=mock.itl, tokens=mock.tokens))
+        self._synthetic = SyntheticUpstream(MockSettings(port=0, embedded=True, **msgspec.structs.asdict(mock)))
         url = await self._synthetic.start()
         if not self.config.backends:
             sys.stderr.write(

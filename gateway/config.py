@@ -24,7 +24,9 @@ from gateway.configvalues import (
     Count,
     CountOrZero,
     Delay,
+    Fault,
     File,
+    Knobs,
     Listen,
     ListenList,
     Name,
@@ -34,6 +36,7 @@ from gateway.configvalues import (
     SecretFile,
     Share,
     Text,
+    Tokens,
     Url,
     UrlPath,
     is_host,
@@ -222,7 +225,11 @@ class Loadtest(Section, frozen=True):
 class Mock(Section, frozen=True):
     ttft: Delay = 0.05
     itl: Delay = 0.02
-    tokens: Count = 64
+    tokens: Tokens = 64
+    seed: CountOrZero = 0
+    fault: list[Fault] = []
+    knobs: Knobs = {}
+    replay: Text | None = None
 
 
 class Config(Section, frozen=True):

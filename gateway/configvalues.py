@@ -14,8 +14,9 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from gateway.configfile import BadValue, OneOrMany, Rule, describe
+from gateway.configfile import BadValue, Node, OneOrMany, Rule, describe, plain
 from gateway.synthetic.distribution import parse as parse_distribution
+from gateway.synthetic.settings import MockSettings
 
 _YEAR = 31_536_000  # longer is a slip of units, and past what timers take
 _TIB = 1 << 40
@@ -190,6 +191,40 @@ def _delay(value: Any) -> str | float:
     return value
 
 
+def _tokens(value: Any) -> str | int:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise BadValue
+    try:
+        parse_distribution(value, tokens=True)
+    except ValueError:
+        raise BadValue from None
+    return value
+
+
+def _fault(value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadValue
+    _of_the_mock(fault=(value,))
+    return value
+
+
+def _knobs(value: Any) -> dict[str, object]:
+    """A mapping of the synthetic engine's knobs. The file's reader hands on what is below a rule as it is."""
+    if not isinstance(value, dict):
+        raise BadValue
+    named = {name: plain(node) if isinstance(node, Node) else node for name, node in value.items()}
+    _of_the_mock(knobs=named)
+    return named
+
+
+def _of_the_mock(**settings: Any) -> None:
+    """What the synthetic engine itself says of a value: it knows the nearest word."""
+    try:
+        MockSettings(embedded=True, **settings)
+    except ValueError as error:
+        raise BadValue(f"found {str(error).partition(': ')[2]}", "what deploy/mock.md has") from None
+
+
 def _text(pattern: str, expected: str) -> Rule:
     def read(value: Any) -> str:
         if not isinstance(value, str) or not re.fullmatch(pattern, value):
@@ -216,6 +251,11 @@ CountOrZero: TypeAlias = Annotated[int, whole(0, 1 << 31)]
 Delay: TypeAlias = Annotated[
     str | float, Rule("seconds, or a distribution as normal:MEAN:STDDEV or lognormal:MEDIAN:SIGMA", _delay)
 ]
+Tokens: TypeAlias = Annotated[
+    str | int, Rule("a number of tokens, or a distribution as uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA", _tokens)
+]
+Fault: TypeAlias = Annotated[str, Rule("a fault as reset@token:3", _fault)]
+Knobs: TypeAlias = Annotated[dict[str, object], Rule("a mapping of the knobs in deploy/mock.md", _knobs)]
 Share: TypeAlias = Annotated[float, Rule("a number from 0 to 1", _share)]
 Text: TypeAlias = Annotated[str, _text(r"[^\x00-\x1f\x7f]+", "text")]
 UrlPath: TypeAlias = Annotated[str, _text(r"/[!-~]*", "a path that begins with /, without blanks")]

@@ -108,7 +108,7 @@ DEFAULTS: dict[str, Any] = {
     "log": {"level": "info", "format": "text", "access": True},
     "tracing": {"otlp_endpoint": None},
     "loadtest": {"enabled": False},
-    "mock": {"ttft": 0.05, "itl": 0.02, "tokens": 64},
+    "mock": {"ttft": 0.05, "itl": 0.02, "tokens": 64, "seed": 0, "fault": [], "knobs": {}, "replay": None},
 }
 BACKEND_DEFAULTS: dict[str, Any] = {
     "url": "http://10.0.0.1:8000",
@@ -204,8 +204,9 @@ def test_anchors_and_merges(loaded: Load) -> None:
 
 
 def test_distributions_of_the_synthetic_upstream(loaded: Load) -> None:
-    config = loaded("mock: {ttft: 'normal:0.2:0.05', itl: 0}")
-    assert (config.mock.ttft, config.mock.itl) == ("normal:0.2:0.05", 0)
+    config = loaded("mock: {ttft: 'normal:0.2:0.05', itl: 0, tokens: 'uniform:3:9', fault: [reset], knobs: {itl: [0, 1]}}")
+    assert (config.mock.ttft, config.mock.itl, config.mock.tokens) == ("normal:0.2:0.05", 0, "uniform:3:9")
+    assert (config.mock.fault, config.mock.knobs) == (["reset"], {"itl": [0, 1]})
 
 
 # ---- complaints
@@ -260,6 +261,11 @@ URL = "expected http://HOST[:PORT], https://HOST[:PORT] or unix:/PATH"
         ("retry: {attempts: 0}", "FILE, line 1: retry.attempts: found 0; expected a whole number from 1 to 100"),
         ("workers: 2000", "FILE, line 1: workers: found 2000; expected a whole number from 1 to 1024"),
         ("mock: {ttft: -1}", "FILE, line 1: mock.ttft: found -1; expected seconds, or a distribution"),
+        ("mock: {tokens: 0}", "FILE, line 1: mock.tokens: found 0; expected a number of tokens, or a distribution"),
+        ("mock: {fault: [rest]}", "FILE, line 1: mock.fault[0]: found 'rest': unknown fault 'rest'; the nearest is reset;"),
+        ("mock: {fault: [reset, 'cpu:5']}", "FILE, line 1: mock.fault[1]: found cpu would hold up the gateway"),
+        ("mock: {knobs: {tokns: 3}}", "FILE, line 1: mock.knobs: found tokns: unknown knob; the nearest is tokens;"),
+        ("mock: {knobs: [tokens]}", "FILE, line 1: mock.knobs: found a list; expected a mapping of the knobs"),
         ("mock: {itl: 'normal:1'}", "FILE, line 1: mock.itl: found 'normal:1'; expected seconds, or a distribution"),
         # words, flags, shapes
         ("on_truncation: cut", "FILE, line 1: on_truncation: found 'cut'; expected abort or error_event"),
@@ -795,7 +801,7 @@ def test_the_example_has_every_key_that_works() -> None:
 
 
 def _paths(value: Any, path: str = "") -> list[str]:
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value:
         return [found for key, inner in value.items() for found in _paths(inner, f"{path}.{key}" if path else key)]
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return [found for item in value for found in _paths(item, f"{path}[]")]
