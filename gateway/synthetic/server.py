@@ -8,6 +8,7 @@ be tested for.
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import sys
 from collections.abc import Callable
@@ -158,6 +159,9 @@ async def _serve(settings: MockSettings) -> int:
         where = _http_url(settings.host, settings.port)
         print(f"tokenpipe mock: cannot listen on {where}: {error.strerror or error}", file=sys.stderr)
         return 1
+    # What is here now stays: the collector need not look at it in the midst of streams.
+    gc.collect()
+    gc.freeze()
     print(f"listening on {url}", file=sys.stderr, flush=True)
     await stopped.wait()
     await upstream.stop()

@@ -56,11 +56,13 @@ def page(url: str, path: str) -> Any:
 
 
 def lateness(url: str) -> list[float]:
-    """Seconds from when an event was to leave to when it had, of all that is in the log, in order."""
+    """Seconds from when an event was to leave to when it had, in order: of all but what fell into the first second, when
+    the streams begin all at once."""
     late = []
     for entry in page(url, "/admin/synth/log")["requests"]:
         events = page(url, f"/admin/synth/log/{entry['id']}")["events"]
-        late += [(event["sent_ns"] - event["planned_ns"]) / 1e9 for event in events[2:]]
+        steady = [event for event in events if event["planned_ns"] > entry["arrived_ns"] + 1e9]
+        late += [(event["sent_ns"] - event["planned_ns"]) / 1e9 for event in steady]
     return sorted(late)
 
 

@@ -36,7 +36,7 @@ async def unanswered(t: Trial, ask: str | None = None, **options: Any) -> str | 
 async def one_fault(t: Trial, name: str) -> None:
     """It was counted, and is in the log."""
     assert await t.faults() == {name: 1}
-    (await t.log())["faults"][0].startswith(name)
+    assert (await t.log())["faults"][0].startswith(name)
 
 
 # grammar --------------------------------------------------------------------------------------------------------------
