@@ -459,6 +459,8 @@ def _policy(config: Config) -> Policy:
         request_body=limits.request_body,
         forwarded=config.headers.forwarded,
         error_events=config.on_truncation == "error_event",
+        hold=config.commit == "first_event",
+        receipt=config.headers.receipt,
         comment=comment,
         coalesce=(config.coalesce.delay, config.coalesce.bytes) if config.coalesce.delay is not None else None,
         step=deadlines.shortest(comment),

@@ -286,8 +286,6 @@ NOT_YET: Mapping[str, tuple[object, ...]] = {
     "disaggregation.local_decode_fallback": (False,),
     "auth.keys_file": (None,),
     "rate_limits.store": ("memory",),
-    "headers.receipt": (False,),
-    "commit": ("head",),
     "tracing.otlp_endpoint": (None,),
 }
 

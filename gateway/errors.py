@@ -4,6 +4,7 @@
     ├── ConfigError        the operator's file or flags
     ├── Refusal            before the response has begun: answered with a status, by its code
     ├── UpstreamFailed     the backend failed us, with a reason
+    ├── EngineRefused      the backend's stream began with an error, which has not passed: answered as a status
     └── Ended              the response had begun, or there is nobody to answer: only the connection can end
 
 Library exceptions are translated into these at one boundary each, and never leak past it.
@@ -56,6 +57,20 @@ class UpstreamFailed(Refusal):
     def __init__(self, code: str, message: str, *, unsent: bool = False):
         super().__init__(code, message)
         self.unsent = unsent
+
+
+class EngineRefused(GatewayError):
+    """The backend's stream began with an error, and nothing of it has passed: it can be answered as a status.
+
+    `body`: the error as the backend worded it. Nothing goes on being generated, so another backend may be asked.
+    """
+
+    code = "stream_error"
+    unsent = True
+
+    def __init__(self, status: int, body: bytes):
+        super().__init__(f"the backend's stream began with an error, status {status}")
+        self.status, self.body = status, body
 
 
 class Ended(GatewayError):

@@ -434,8 +434,6 @@ REFUSED: list[tuple[str, str]] = [
     ("disaggregation: {local_decode_fallback: true}", "disaggregation.local_decode_fallback: true is not supported by"),
     ("auth: {keys_file: keys}", "auth.keys_file: 'keys' is not supported by this version; expected null"),
     ("rate_limits: {store: 'redis://a'}", "rate_limits.store: 'redis://a' is not supported by this version; expected"),
-    ("headers: {receipt: true}", "headers.receipt: true is not supported by this version; expected false"),
-    ("commit: first_event", "commit: 'first_event' is not supported by this version; expected 'head'"),
     (
         "tracing: {otlp_endpoint: 'http://a'}",
         "tracing.otlp_endpoint: 'http://a' is not supported by this version; expected",

@@ -156,9 +156,10 @@ def client_head(
     framing: Framing,
     connection: bytes | None,
     upgrade: bool = False,
+    receipt: bytes = b"",
 ) -> bytes:
     """The head of the response to the client. `framing` is that of the body on this hop; `connection` the Connection
-    field's value, None for none."""
+    field's value, None for none; `receipt` whole lines, for clients that are to know how they were served."""
     begin = head.begin or _begin(head)
     if b"date" not in head.named:
         begin += b"Date: %b\r\n" % date
@@ -173,7 +174,14 @@ def client_head(
         own += b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
     elif connection is not None:
         own += b"Connection: %b\r\n" % connection
-    return b"%b%b\r\n" % (begin, own)
+    return b"%b%b%b\r\n" % (begin, own, receipt)
+
+
+def receipt(backend: str, attempts: int, queued: float) -> bytes:
+    """`headers.receipt`: lines that say which backend answered, at which attempt, and how long the request had waited for
+    its turn, in seconds."""
+    lines = f"X-Gateway-Backend: {backend}\r\nX-Gateway-Attempts: {attempts}\r\nX-Gateway-Queue-Seconds: {queued:.6f}\r\n"
+    return lines.encode()
 
 
 def _begin(head: ResponseHead) -> bytes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gateway.errors import UpstreamFailed
+from gateway.errors import EngineRefused, UpstreamFailed
 
 SAFE = frozenset((b"GET", b"HEAD", b"OPTIONS"))
 # Second attempts that are in hand at the start, and at most: as many clients come at once before a dead backend is known.
@@ -36,7 +36,7 @@ class Retries:
         if self._credit < RESERVE:
             self._credit = min(self._credit + self.settings.budget, RESERVE)
 
-    def again(self, failure: UpstreamFailed, method: bytes, attempts: int, *, body_kept: bool) -> bool:
+    def again(self, failure: UpstreamFailed | EngineRefused, method: bytes, attempts: int, *, body_kept: bool) -> bool:
         """Whether to try once more after `attempts` attempts; takes from the budget. `body_kept`: it can be sent again."""
         stale = failure.code == "stale_connection" and (method in SAFE or self.settings.replay_stale)
         if not (failure.unsent or stale) or not body_kept:

@@ -9,7 +9,7 @@ import time
 from gateway.core import headers
 from gateway.core.head import Framing, RequestHead
 from gateway.core.outcome import Outcome
-from gateway.errors import Ended, Refusal
+from gateway.errors import Ended, EngineRefused, Refusal
 from gateway.net.call import Call, Local
 from gateway.net.clock import http_date
 from gateway.net.relay import Relay
@@ -42,6 +42,25 @@ def refuse(call: Call, refusal: Refusal, draining: bool) -> bool:
         connection=connection_field(head, keep_alive),
     )
     call.write(octets if head is not None and head.method == b"HEAD" else octets + body)
+    return keep_alive
+
+
+def engine_refused(call: Call, refused: EngineRefused, draining: bool) -> bool:
+    """Answer with the error that the backend's stream began with, in its own words."""
+    exchange, head = call.exchange, call.request.head
+    assert head is not None
+    keep_alive = can_go_on(call, head, draining)
+    exchange.status, exchange.bytes_out = refused.status, len(refused.body)
+    octets = headers.own_head(
+        refused.status,
+        http.HTTPStatus(refused.status).phrase.encode(),
+        request_id=call.request_id,
+        date=http_date(),
+        length=len(refused.body),
+        connection=connection_field(head, keep_alive),
+    )
+    call.write(octets + refused.body)
+    exchange.end(Outcome.UPSTREAM_STATUS, time.monotonic())
     return keep_alive
 
 

@@ -14,6 +14,7 @@ from gateway.core.jsonbody import Members
 from gateway.core.routing import Paths, Route
 from gateway.errors import Ended
 from gateway.net.downstream import Request
+from gateway.net.hold import Hold
 from gateway.net.relay import Relay
 from gateway.net.tunnel import Tunnel
 from gateway.net.upstream import Connection, ConnectionPool
@@ -30,6 +31,8 @@ class Policy:
     request_body: int = 67108864
     forwarded: bool = True
     error_events: bool = False  # on_truncation: error_event
+    hold: bool = False  # commit: first_event
+    receipt: bool = False  # headers.receipt
     comment: float | None = None  # keepalive_comment.interval
     coalesce: tuple[float, int] | None = None  # seconds, octets
     looks: bool = True  # some rule needs the body to be looked into
@@ -67,6 +70,7 @@ class Call:
     connection: Connection | None = None
     look_at = NEVER  # when its deadlines are next to be looked at
     upload: asyncio.Task[None] | None = None
+    hold: Hold | None = None  # of a stream that is held back until it says something
     relay: Relay | Tunnel | None = None
 
     def __init__(self, exchange: Exchange, request_id: bytes, request: Request, policy: Policy):

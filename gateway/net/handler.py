@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from gateway.core import headers
 from gateway.core.admission import Admission
 from gateway.core.backend import Backend, Lease
+from gateway.core.dialects import Dialect
 from gateway.core.edits import UsageStripper
 from gateway.core.exchange import Exchange, Observer
 from gateway.core.framing import CloseReader, reader_of
@@ -32,11 +33,12 @@ from gateway.core.outcome import BACKEND_FAILURES, Outcome, Phase
 from gateway.core.pool import Pool
 from gateway.core.retry import Retries
 from gateway.core.routing import Route
-from gateway.errors import Ended, Refusal, UpstreamFailed
+from gateway.errors import Ended, EngineRefused, Refusal, UpstreamFailed
 from gateway.net import answers, body
 from gateway.net.call import Call, Local, Policy, Upload
 from gateway.net.clock import http_date
 from gateway.net.downstream import Downstream, Request
+from gateway.net.hold import Hold
 from gateway.net.relay import Relay
 from gateway.net.tasks import Tasks
 from gateway.net.tunnel import Tunnel
@@ -82,11 +84,7 @@ class Gateway:
         """Serve one request; returns whether its connection goes on. Every way out records exactly one outcome."""
         head = request.head
         if head is not None and head.target == b"/health" and head.method in (b"GET", b"HEAD"):
-            client = request.client
-            goes_on = self._health(client, head) and (client.keeps_up or await self._catches_up(client))
-            if goes_on:
-                client.answered()
-            return goes_on
+            return await self._health(request.client, head)
         call = self._open(request)
         exchange, client = call.exchange, call.client
         keep_alive = False
@@ -114,6 +112,9 @@ class Gateway:
         except Refusal as refusal:
             keep_alive = answers.refuse(call, refusal, self.draining)
             refusal.__traceback__ = None  # the future that it came from is held by the frames that it holds
+        except EngineRefused as refused:
+            keep_alive = answers.engine_refused(call, refused, self.draining)
+            refused.__traceback__ = None
         except Ended as ended:
             answers.cut(call, ended)
             keep_alive = False
@@ -231,9 +232,11 @@ class Gateway:
             exchange.backend = lease.backend.name
             try:
                 return await self._attempt(call, head, route, upload, fresh=stale)
-            except UpstreamFailed as failure:
+            except (UpstreamFailed, EngineRefused) as failure:
                 self._attempt_failed(call, lease.backend, failure)
                 stale = failure.code == "stale_connection"
+                if isinstance(failure, EngineRefused) and failure.status < 500:
+                    raise  # the client's own fault: it would be no better elsewhere
                 if not stale:
                     tried.append(lease.backend)
                 following = self._pick(call, tried)
@@ -291,7 +294,20 @@ class Gateway:
         self._watch.begin(call, now)
         response = await answer
         exchange.head_received = time.monotonic()
+        if policy.hold and route.dialect is not None and _is_event_stream(response):
+            await self._first_event(call, connection, response, route.dialect)
         return response
+
+    async def _first_event(self, call: Call, connection: Connection, response: ResponseHead, dialect: Dialect) -> None:
+        """Wait until the stream says something. Raises EngineRefused where that is an error."""
+        call.exchange.phase = _FIRST_TOKEN
+        hold = call.hold = Hold(connection, response, dialect)
+        try:
+            error = await hold.done
+        finally:
+            call.hold = None
+        if error is not None:
+            raise EngineRefused(*dialect.as_status(error))
 
     async def _connect(self, call: Call, connections: ConnectionPool, seconds: float) -> Connection:
         name = connections.origin.name
@@ -308,9 +324,10 @@ class Gateway:
                 raise UpstreamFailed(refusal.code, refusal.message, unsent=True) from None
             raise
 
-    def _attempt_failed(self, call: Call, backend: Backend, failure: UpstreamFailed) -> None:
-        """What one attempt's failure says of its backend. That a kept connection was stale says nothing."""
-        if failure.code != "stale_connection":
+    def _attempt_failed(self, call: Call, backend: Backend, failure: UpstreamFailed | EngineRefused) -> None:
+        """What one attempt's failure says of its backend. That a kept connection was stale says nothing, nor does an
+        error that the backend chose to send."""
+        if isinstance(failure, UpstreamFailed) and failure.code != "stale_connection":
             backend.breaker.failed(time.monotonic())
             self.observer.failed(call.exchange, failure.code)
         self._let_go(call)
@@ -332,12 +349,14 @@ class Gateway:
             call.relay.fail(ended)
             call.client.give_up_flushing(ended)
         elif call.connection is not None:
+            waiting = call.hold or call.connection
             if outcome is Outcome.TIMEOUT_TOTAL:
                 assert timeouts.total is not None
-                call.connection.fail(body.total_passed(timeouts.total))
+                waiting.fail(body.total_passed(timeouts.total))
             else:
-                message = f"the backend sent no response head within {timeouts.first_byte:g} s (timeouts.first_byte)"
-                call.connection.fail(UpstreamFailed("timeout_first_byte", message))
+                what = "response head" if call.hold is None else "first event"
+                message = f"the backend sent no {what} within {timeouts.first_byte:g} s (timeouts.first_byte)"
+                waiting.fail(UpstreamFailed("timeout_first_byte", message))
 
     # COMMIT, STREAM ---------------------------------------------------------------------------------------------------
 
@@ -375,6 +394,7 @@ class Gateway:
             date=http_date(),
             framing=framing,
             connection=answers.connection_field(head, keep_alive),
+            receipt=_receipt(exchange) if call.policy.receipt else b"",
         )
         client.source = relay
         pending = connection.pending
@@ -386,10 +406,10 @@ class Gateway:
 
     def _meter(self, call: Call, response: ResponseHead, kind: bytes) -> Meter | None:
         """Who watches this body: nobody, unless it is a 2xx in a dialect that is known, and not coded."""
-        route, named = call.route, response.named
+        route = call.route
         if route is None or route.dialect is None or response.framing is NONE or not 200 <= response.status < 300:
             return None
-        if b"content-encoding" in named and named[b"content-encoding"].lower() != b"identity":
+        if _is_coded(response):
             return None
         if kind == b"application/json":
             return Meter(route.dialect, self._edges, False)
@@ -507,7 +527,7 @@ class Gateway:
 
     # the gateway's own page -------------------------------------------------------------------------------------------
 
-    def _health(self, client: Downstream, head: RequestHead) -> bool:
+    async def _health(self, client: Downstream, head: RequestHead) -> bool:
         """Constant work, no backend asked, no exchange counted: load balancers ask this every second."""
         well = self.pool.routable and not self.draining
         keep_alive = headers.keeps_alive(head) and not client.reader.in_body and not self.draining
@@ -522,7 +542,10 @@ class Gateway:
                     connection=answers.connection_field(head, keep_alive),
                 )
             )
-        return keep_alive
+        goes_on = keep_alive and (client.keeps_up or await self._catches_up(client))
+        if goes_on:
+            client.answered()
+        return goes_on
 
     # from outside -----------------------------------------------------------------------------------------------------
 
@@ -543,3 +566,20 @@ class Gateway:
 
     async def stop(self) -> None:
         await self._tasks.stop()
+
+
+def _is_event_stream(response: ResponseHead) -> bool:
+    """One that can be read: the stream of a success, and not coded."""
+    kind = headers.media_type(response.named)
+    return 200 <= response.status < 300 and kind == b"text/event-stream" and not _is_coded(response)
+
+
+def _is_coded(response: ResponseHead) -> bool:
+    named = response.named
+    return b"content-encoding" in named and named[b"content-encoding"].lower() != b"identity"
+
+
+def _receipt(exchange: Exchange) -> bytes:
+    assert exchange.backend is not None and exchange.selected is not None
+    queued = 0.0 if exchange.queued is None else exchange.selected - exchange.queued
+    return headers.receipt(exchange.backend, exchange.attempts, queued)

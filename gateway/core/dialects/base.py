@@ -8,6 +8,7 @@ and an odd usage (numbers as strings, say) must not hide the event that it comes
 from __future__ import annotations
 
 import abc
+import http
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -49,6 +50,29 @@ class Reading(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 NOTHING: Final = Reading()
 
 
+class _Error(msgspec.Struct, gc=False):
+    code: Any = None
+    type: Any = None
+
+
+class _Errors(msgspec.Struct, gc=False):
+    error: _Error
+
+
+_errors = msgspec.json.Decoder(_Errors)
+_STATUSES: Final = frozenset(status.value for status in http.HTTPStatus if status.value >= 400)
+# docs.anthropic.com, API, Errors; 529 is of no registry, and 503 says the same
+_STATUS_OF: Final = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "overloaded_error": 503,
+}
+
+
 class Dialect(abc.ABC):
     __slots__ = ()
 
@@ -61,6 +85,19 @@ class Dialect(abc.ABC):
     @abc.abstractmethod
     def read_whole(self, body: bytes) -> Reading:
         """What an unstreamed answer says."""
+
+    def as_status(self, error: bytes) -> tuple[int, bytes]:
+        """The status that an error event stands for, and the body that goes with it: the event's own JSON, if it is one.
+
+        vLLM gives the status as the error's code, Anthropic a type that stands for one; else it is 500.
+        """
+        try:
+            said = _errors.decode(error).error
+        except UNREADABLE:
+            return 500, self.error_body("stream_error", "the engine's stream began with an error")
+        if type(said.code) is int and said.code in _STATUSES:
+            return said.code, error
+        return _STATUS_OF.get(said.type, 500) if isinstance(said.type, str) else 500, error
 
     def error_event(self, code: str, message: str) -> bytes:
         """An error in the middle of a stream, as one event."""
