@@ -91,25 +91,29 @@ class Backend:
 
     def lease(self) -> Lease:
         self.in_flight += 1
-        self.breaker.sent()
-        return Lease(self)
+        return Lease(self, self.breaker.sent())
 
     def __repr__(self) -> str:
         return f"<Backend {self.name} {self.state} in_flight={self.in_flight}>"
 
 
 class Lease:
-    """The right to count one in-flight exchange on a backend; given back exactly once, synchronously."""
+    """The right to count one in-flight exchange on a backend; given back exactly once, synchronously.
 
-    __slots__ = ("_held", "backend")
+    `trial`: of a half-open breaker, whose number it is. It ends with the lease, whatever became of it.
+    """
 
-    def __init__(self, backend: Backend):
-        self.backend, self._held = backend, True
+    __slots__ = ("_held", "_trial", "backend")
+
+    def __init__(self, backend: Backend, trial: int = 0):
+        self.backend, self._trial, self._held = backend, trial, True
 
     def release(self) -> None:
         if not self._held:
             raise AssertionError(f"a lease on {self.backend.name} was given back twice")
         self._held = False
+        if self._trial:
+            self.backend.breaker.over(self._trial)
         self.backend.in_flight -= 1
         if self.backend.in_flight < 0:
             raise AssertionError(f"{self.backend.name} has {self.backend.in_flight} exchanges in flight")

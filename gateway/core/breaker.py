@@ -5,6 +5,7 @@
     CLOSED     success   CLOSED (failures are forgotten)
     OPEN       time      HALF_OPEN after `open` seconds
     HALF_OPEN  trial     HALF_OPEN, its one trial request being under way
+    HALF_OPEN  no word   HALF_OPEN, and another request may be the trial (its client left, it was sent elsewhere after all)
     HALF_OPEN  success   CLOSED
     HALF_OPEN  failure   OPEN
 
@@ -31,14 +32,15 @@ class BreakerSettings(NamedTuple):
 
 
 class Breaker:
-    __slots__ = ("_failed_at", "_opened_at", "_trial", "settings", "state")
+    __slots__ = ("_failed_at", "_opened_at", "_trial", "_trials", "settings", "state")
 
     def __init__(self, settings: BreakerSettings):
         self.settings = settings
         self.state = State.CLOSED
         self._failed_at: deque[float] = deque()
         self._opened_at = 0.0
-        self._trial = False  # half open, and the trial request is under way
+        self._trial = 0  # half open: which trial is under way; 0: none
+        self._trials = 0
 
     def allows(self, now: float) -> bool:
         """Whether a request may be sent. Says so of a half-open breaker until `sent` is called."""
@@ -47,7 +49,7 @@ class Breaker:
                 self._failed_at.popleft()
             return True
         if self.state is State.OPEN and now - self._opened_at >= self.settings.open:
-            self.state, self._trial = State.HALF_OPEN, False
+            self.state, self._trial = State.HALF_OPEN, 0
         return self.state is State.HALF_OPEN and not self._trial
 
     @property
@@ -55,13 +57,22 @@ class Breaker:
         """Failures of late, as of the last `allows`, and no success since."""
         return len(self._failed_at)
 
-    def sent(self) -> None:
-        if self.state is State.HALF_OPEN:
-            self._trial = True
+    def sent(self) -> int:
+        """A request is to be sent. Returns the number of the trial that it is, to be given to `over`; 0: none."""
+        if self.state is not State.HALF_OPEN or self._trial:
+            return 0
+        self._trials += 1
+        self._trial = self._trials
+        return self._trial
+
+    def over(self, trial: int) -> None:
+        """The request that was this trial is over. If it said nothing of the backend, another one may be the trial."""
+        if trial == self._trial:
+            self._trial = 0
 
     def succeeded(self) -> None:
         if self.state is not State.OPEN:  # an answer to what was sent before it opened closes nothing
-            self.state, self._trial = State.CLOSED, False
+            self.state, self._trial = State.CLOSED, 0
             self._failed_at.clear()
 
     def failed(self, now: float) -> None:
@@ -74,12 +85,8 @@ class Breaker:
             if len(self._failed_at) == self.settings.failures and now - self._failed_at[0] <= self.settings.window:
                 self._trip(now)
 
-    def neither(self) -> None:
-        """The request in hand said nothing of the backend (its client left): another one may be the trial."""
-        self._trial = False
-
     def _trip(self, now: float) -> None:
-        self.state, self._opened_at, self._trial = State.OPEN, now, False
+        self.state, self._opened_at, self._trial = State.OPEN, now, 0
         self._failed_at.clear()
 
     def __repr__(self) -> str:

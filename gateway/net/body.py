@@ -123,7 +123,9 @@ async def _piece(call: Call) -> bytes:
     return piece
 
 
-async def timed(call: Call, awaitable: Awaitable[T], seconds: float, code: str, message: str) -> T:
+async def timed(
+    call: Call, awaitable: Awaitable[T], seconds: float, code: str, message: str, *, retry_after: int | None = None
+) -> T:
     """`awaitable`, within `seconds` and the exchange's total. Raises Refusal."""
     total = call.policy.timeouts.total
     left = seconds if total is None else min(seconds, call.exchange.accepted + total - time.monotonic())
@@ -133,7 +135,7 @@ async def timed(call: Call, awaitable: Awaitable[T], seconds: float, code: str, 
     except TimeoutError:
         if total is not None and left < seconds:
             raise total_passed(total) from None
-        raise Refusal(code, message) from None
+        raise Refusal(code, message, retry_after=retry_after) from None
 
 
 async def send_rest(call: Call, connection: Connection, upload: Upload) -> None:

@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 # Looked up once: see core.head.
 _CONNECT, _WAIT, _FIRST_TOKEN, _DONE = Phase.CONNECT, Phase.WAIT, Phase.FIRST_TOKEN, Phase.DONE
 _COMPLETE = Outcome.COMPLETE
+_SAYS_NOTHING = (Outcome.CLIENT_GONE, Outcome.CLIENT_STALLED, Outcome.DRAINING)  # of the backend
 
 
 class Gateway:
@@ -97,6 +98,7 @@ class Gateway:
             exchange.selected = time.monotonic()
             if (
                 route.path == b"/v1/models"
+                and not route.loopback
                 and self.models is not None
                 and len(self.pool.backends) > 1
                 and head.method == b"GET"
@@ -204,7 +206,8 @@ class Gateway:
         ticket = admission.ticket(lambda: self._granted(call, turn))
         seconds = call.policy.timeouts.queue
         try:
-            await body.timed(call, turn, seconds, "queue_timeout", f"no slot came free within {seconds:g} s (timeouts.queue)")
+            message = f"no slot came free within {seconds:g} s (timeouts.queue)"
+            await body.timed(call, turn, seconds, "queue_timeout", message, retry_after=1)
         finally:
             admission.leave(ticket)
 
@@ -237,8 +240,12 @@ class Gateway:
                 stale = failure.code == "stale_connection"
                 if isinstance(failure, EngineRefused) and failure.status < 500:
                     raise  # the client's own fault: it would be no better elsewhere
-                if not stale:
-                    tried.append(lease.backend)
+                if stale:  # of the backend it says nothing: the same one, with the same lease
+                    if not self.retries.again(failure, head.method, exchange.attempts, body_kept=upload.kept):
+                        raise
+                    self.observer.retried(exchange, failure.code)
+                    continue
+                tried.append(lease.backend)
                 following = self._pick(call, tried)
                 if following is None:
                     raise  # what went wrong says more than that there is nobody else
@@ -441,6 +448,7 @@ class Gateway:
         relay = call.relay
         assert isinstance(relay, Relay)
         sent = call.upload is None or call.upload.done()
+        sent = sent and not connection.has_unsent(call.exchange.bytes_in)
         if sent and not connection.closes and not relay.reader.extra and type(relay.reader) is not CloseReader:
             connection.give_back()
         else:
@@ -453,6 +461,8 @@ class Gateway:
         assert connection is not None
         if not headers.asks_for_websocket(head):
             raise UpstreamFailed("upstream_malformed", "the backend switched protocols, which nobody had asked for")
+        if response.named.get(b"upgrade", b"").lower() != b"websocket":
+            raise UpstreamFailed("upstream_malformed", "the backend switched to another protocol than WebSocket")
         exchange.status, exchange.committed, exchange.phase = 101, True, Phase.STREAM
         call.write(
             headers.client_head(
@@ -512,17 +522,16 @@ class Gateway:
 
     def _judge(self, backend: Backend, exchange: Exchange) -> None:
         """What the whole exchange says of its backend. Attempts that failed have been judged before."""
+        outcome = exchange.outcome
         if not exchange.committed:
-            backend.breaker.neither()
-        elif exchange.outcome is _COMPLETE:
+            return
+        if outcome is _COMPLETE:
             backend.breaker.succeeded()
-        elif exchange.outcome in BACKEND_FAILURES:
+        elif outcome in BACKEND_FAILURES:
             backend.breaker.failed(time.monotonic())
-            assert exchange.outcome is not None
-            self.observer.failed(exchange, exchange.outcome.value)
-        elif exchange.outcome in (Outcome.CLIENT_GONE, Outcome.CLIENT_STALLED, Outcome.DRAINING):
-            backend.breaker.neither()
-        else:
+            assert outcome is not None
+            self.observer.failed(exchange, outcome.value)
+        elif outcome not in _SAYS_NOTHING:
             backend.breaker.succeeded()
 
     # the gateway's own page -------------------------------------------------------------------------------------------

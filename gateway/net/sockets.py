@@ -14,6 +14,7 @@ import struct
 import termios
 
 NOTSENT_LOWAT = 65536  # octets that the kernel takes before the peer's window has room for them
+LEFT_MOST = 1 << 20  # octets taken in from a connection that is broken
 KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_COUNT = 30, 10, 3  # a peer that has vanished is noticed within a minute
 _TCP, _SOCKET = int(socket.IPPROTO_TCP), socket.SOL_SOCKET
 _OPTIONS = (
@@ -24,6 +25,7 @@ _OPTIONS = (
     (_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL),
     (_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT),
 )
+_SIOCOUTQNSD = 0x894B  # linux/sockios.h
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -93,19 +95,41 @@ class Quiet:
         return self._sock.fileno() >= 0 and not self._poll.poll(0)
 
 
-def delay_acks(sock: socket.socket) -> None:
-    """Have the kernel acknowledge what comes every other time, as it does where both ends talk in turn (tcp(7),
-    TCP_QUICKACK), until it forgets: it then answers each small segment of a stream as soon as it is read, and to send
-    an acknowledgement is a tenth of what relaying a token costs."""
-    with contextlib.suppress(OSError):  # closed meanwhile, or a unix socket
-        sock.setsockopt(_TCP, socket.TCP_QUICKACK, 0)
+def left(sock: socket.socket) -> bytes:
+    """What the peer had sent before a write to it failed. The kernel tells of the reset once, and still has what came
+    before it."""
+    pieces: list[bytes] = []
+    told = False
+    while sum(map(len, pieces)) < LEFT_MOST:
+        try:
+            piece = sock.recv(65536)
+        except BlockingIOError:
+            break
+        except OSError:
+            if told:
+                break
+            told = True
+            continue
+        if not piece:
+            break
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def unsent(sock: socket.socket) -> int:
+    """Octets handed to the kernel for which the peer has had no room so far (SIOCOUTQNSD)."""
+    return _queue(sock, _SIOCOUTQNSD)
 
 
 def untaken(sock: socket.socket) -> int:
     """Octets handed to the kernel that the peer's kernel has not acknowledged (tcp(7), SIOCOUTQ)."""
+    return _queue(sock, termios.TIOCOUTQ)
+
+
+def _queue(sock: socket.socket, which: int) -> int:
     count = array.array("i", [0])
     try:
-        fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, count)
+        fcntl.ioctl(sock.fileno(), which, count)
     except OSError:
         return 0
     return count[0]

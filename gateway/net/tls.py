@@ -39,6 +39,7 @@ async def open_tls(
     try:
         context.options |= ssl.OP_NO_RENEGOTIATION  # in TLS 1.2 it could fall in the midst of a write
         transport = wrapped = TlsTransport(loop, context, server_hostname, protocol)
+        transport.sock = sock
         await loop.create_connection(lambda: wrapped, sock=sock)
         if not transport._raw_open:  # closed already; uvloop leaves the descriptor with `sock`, to be closed once more
             sock.detach()
@@ -70,6 +71,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         self._tls = context.wrap_bio(self.incoming, self._outgoing, server_hostname=server_hostname)
         self.opened: asyncio.Future[None] = loop.create_future()
         self._raw: asyncio.Transport
+        self.sock: socket.socket | None = None
         self._raw_open, self._raw_paused = False, False  # whether the TCP transport is there, and not reading
         self._serving = False  # the protocol knows of the connection, and not yet of its end
         self._paused = False  # by the protocol
@@ -97,6 +99,8 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._raw_open = False
+        if exc is not None and self.sock is not None and self._serving and not self._closing:
+            self.incoming.write(sockets.left(self.sock))  # a write failed: what had come before it has come
         if not self.opened.done():
             self.opened.set_exception(self._why or exc or ConnectionResetError(errno.ECONNRESET, _CUT))
             self.opened.exception()  # there may be nobody left to be told
@@ -171,6 +175,8 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
 
     def _finish(self, exc: Exception | None) -> None:
         self._say_goodbye()
+        if self._raw_open and self._raw.get_write_buffer_size():  # whoever has ended takes no more of it
+            self._raw.abort()
         self._lose(exc)
 
     def _say_goodbye(self) -> None:

@@ -12,7 +12,8 @@ import time
 from typing import TYPE_CHECKING
 
 from gateway.core.exchange import Exchange, Observer
-from gateway.core.outcome import Phase
+from gateway.core.outcome import Outcome, Phase
+from gateway.errors import Ended
 
 if TYPE_CHECKING:
     from gateway.net.downstream import Downstream
@@ -56,8 +57,12 @@ class Tunnel:
             self.client.transport.write(data)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if not self.done.done():
+        if self.done.done():
+            return
+        if exc is None:
             self.done.set_result(None)
+        else:
+            self.done.set_exception(Ended(Outcome.UPSTREAM_RESET, "the backend broke off the WebSocket"))
 
     def pause_writing(self) -> None:
         """The backend takes no more."""

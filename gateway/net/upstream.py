@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import logging
 import socket
 import ssl
@@ -29,6 +30,7 @@ HEAD_MOST = 65536  # octets of a response head; interface.md section 4
 PENDING_MOST = 65536  # octets of the body that are taken in before somebody relays them
 # What one read of a flood can bring at most, and the kernel hide at most; Linux doubles it for its own book-keeping
 RECEIVE_BUFFER = 32768
+LARGE = 65536  # octets of a request that may not fit into what the kernels hold
 RESOLVED_FOR = 10.0  # seconds that an address found by name is used; cases.md G127
 
 
@@ -72,6 +74,7 @@ class Connection(Lane):
         self.transport: asyncio.Transport = None  # type: ignore[assignment]  # set by connection_made, before any use
         self._sock: socket.socket | None = None
         self._quiet: Callable[[], bool] | None = None
+        self._left: Callable[[], bytes] | None = None
         self.opened = time.monotonic()
         self.idle_since = 0.0
         self.uses = 0
@@ -111,15 +114,6 @@ class Connection(Lane):
     def settle(self) -> None:
         assert self._receiver is not None
         self._receiver.settle()
-        self._delay_acks()
-
-    def open_lane(self, end: bytes, pass_on: Callable[[bytes], None]) -> None:
-        super().open_lane(end, pass_on)
-        self._delay_acks()
-
-    def _delay_acks(self) -> None:
-        if self._sock is not None:
-            sockets.delay_acks(self._sock)
 
     def _head_octets(self, data: bytes) -> None:
         self._answered = True
@@ -152,10 +146,16 @@ class Connection(Lane):
 
     def eof_received(self) -> None:
         self.ended_well = True
+        if self.transport.get_write_buffer_size():  # whoever has ended takes no more of it: not to be waited for
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
         self.pool.lost(self)
+        if exc is not None and self._left is not None and self._head is not None:
+            data = self._left()  # a write failed: an answer that had come before it is an answer
+            if data:
+                self.unusual(data, time.monotonic())
         if self._head is not None and not self._head.done():
             if self.uses > 1 and not self._answered:
                 failure = UpstreamFailed("stale_connection", "the backend closed a kept connection before it answered")
@@ -180,8 +180,14 @@ class Connection(Lane):
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
-    def opened_on(self, sock: socket.socket, quiet: Callable[[], bool]) -> None:
-        self._sock, self._quiet = sock, quiet
+    def opened_on(self, sock: socket.socket, quiet: Callable[[], bool], left: Callable[[], bytes] | None) -> None:
+        self._sock, self._quiet, self._left = sock, quiet, left
+
+    def has_unsent(self, octets: int) -> bool:
+        """Whether some of a request of so many octets still stands before the backend."""
+        if self.transport.get_write_buffer_size():
+            return True
+        return octets > LARGE and self._sock is not None and sockets.unsent(self._sock) > 0
 
     @property
     def quiet(self) -> bool:
@@ -375,7 +381,10 @@ class ConnectionPool:
             await asyncio.sleep(0)  # now it is closed, on both event loops
             sock.detach()  # else uvloop may leave the descriptor with it, to be closed once more when it is another's
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended as soon as it was open")
-        connection.opened_on(sock, sockets.Quiet(sock) if transport is None else tls.Quiet(sock, transport))
+        if transport is None:
+            connection.opened_on(sock, sockets.Quiet(sock), functools.partial(sockets.left, sock))
+        else:
+            connection.opened_on(sock, tls.Quiet(sock, transport), None)  # the transport sees to it
         self._open.add(connection)
         return connection
 

@@ -50,20 +50,21 @@ class Watch:
     def __init__(self, live: Mapping[int, Call], expired: Callable[[Call, Outcome], None]) -> None:
         self._live, self._expired = live, expired
         self._timer: asyncio.TimerHandle | None = None
-        self._tick = TICK_MOST
+        self._step = math.inf  # the shortest deadline that the timer has been set for
 
     def begin(self, call: Call, now: float) -> None:
         """Its request is being sent: from now on its deadlines run. To end them, let it be looked at `NEVER`."""
         step, total = call.policy.step, call.policy.timeouts.total
         call.look_at = now + step if total is None else min(now + step, call.exchange.accepted + total)
-        if self._timer is None or step < self._tick * 10:
-            self._start(step)
+        if step < self._step:  # else a timer runs already that is fine enough, and is left to come to its end
+            self._step = step
+            if self._timer is not None:
+                self._timer.cancel()
+            self._start()
 
-    def _start(self, step: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._tick = max(min(step / 10, self._tick), TICK_LEAST)
-        self._timer = asyncio.get_running_loop().call_later(self._tick, self._look)
+    def _start(self) -> None:
+        tick = max(min(self._step / 10, TICK_MOST), TICK_LEAST)
+        self._timer = asyncio.get_running_loop().call_later(tick, self._look)
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -77,9 +78,9 @@ class Watch:
                     log.exception("the deadlines of the exchange %s could not be looked at", call.exchange.request_id)
                     call.look_at = now + call.policy.step
         if self._live:
-            self._timer = asyncio.get_running_loop().call_later(self._tick, self._look)
+            self._start()
         else:
-            self._timer, self._tick = None, TICK_MOST
+            self._timer, self._step = None, math.inf
 
 
 def _held_back(call: Call) -> bool:
@@ -113,8 +114,9 @@ def _deadlines(call: Call, now: float) -> list[tuple[float, Outcome]]:
         found.append((call.client.taken_at(now) + timeouts.client_write, Outcome.CLIENT_STALLED))
     else:
         found.append((relay.last + timeouts.idle, Outcome.TIMEOUT_IDLE))
-        if timeouts.progress is not None and exchange.meter is not None and exchange.head_received is not None:
-            since = max(exchange.meter.last_output or 0.0, exchange.head_received)
+        meter = exchange.meter
+        if timeouts.progress is not None and meter is not None and meter.streamed and exchange.head_received is not None:
+            since = max(meter.last_output or 0.0, exchange.head_received)
             found.append((since + timeouts.progress, Outcome.TIMEOUT_PROGRESS))
     return found
 

@@ -54,18 +54,18 @@ INPUTS = {
     "sent": lambda b: b.sent(),
     "succeeded": lambda b: b.succeeded(),
     "failed": lambda b: b.failed(NOW),
-    "neither": lambda b: b.neither(),
+    "over": lambda b: b.over(1),
     "time": lambda b: b.allows(NOW),
 }
 C, O, H = State.CLOSED, State.OPEN, State.HALF_OPEN  # noqa: E741  # a table reads by its letters
 # the state after the input, and whether another request may then be sent at once
 TABLE = {
-    "closed": {"sent": (C, 1), "succeeded": (C, 1), "failed": (C, 1), "neither": (C, 1), "time": (C, 1)},
-    "nearly": {"sent": (C, 1), "succeeded": (C, 1), "failed": (O, 0), "neither": (C, 1), "time": (C, 1)},
-    "opened": {"sent": (O, 0), "succeeded": (O, 0), "failed": (O, 0), "neither": (O, 0), "time": (O, 0)},
-    "due": {"sent": (O, 1), "succeeded": (O, 1), "failed": (O, 1), "neither": (O, 1), "time": (H, 1)},
-    "half": {"sent": (H, 0), "succeeded": (C, 1), "failed": (O, 0), "neither": (H, 1), "time": (H, 1)},
-    "trying": {"sent": (H, 0), "succeeded": (C, 1), "failed": (O, 0), "neither": (H, 1), "time": (H, 0)},
+    "closed": {"sent": (C, 1), "succeeded": (C, 1), "failed": (C, 1), "over": (C, 1), "time": (C, 1)},
+    "nearly": {"sent": (C, 1), "succeeded": (C, 1), "failed": (O, 0), "over": (C, 1), "time": (C, 1)},
+    "opened": {"sent": (O, 0), "succeeded": (O, 0), "failed": (O, 0), "over": (O, 0), "time": (O, 0)},
+    "due": {"sent": (O, 1), "succeeded": (O, 1), "failed": (O, 1), "over": (O, 1), "time": (H, 1)},
+    "half": {"sent": (H, 0), "succeeded": (C, 1), "failed": (O, 0), "over": (H, 1), "time": (H, 1)},
+    "trying": {"sent": (H, 0), "succeeded": (C, 1), "failed": (O, 0), "over": (H, 1), "time": (H, 0)},
 }
 
 
@@ -134,22 +134,27 @@ class Model:
     """The documented table, kept by its whole history."""
 
     def __init__(self) -> None:
-        self.state, self.failures, self.opened, self.trial = State.CLOSED, list[float](), 0.0, False
+        self.state, self.failures, self.opened, self.trial, self.trials = State.CLOSED, list[float](), 0.0, 0, 0
 
     def allows(self, now: float) -> bool:
         if self.state is State.OPEN and now - self.opened >= SETTINGS.open:
-            self.state, self.trial = State.HALF_OPEN, False
+            self.state, self.trial = State.HALF_OPEN, 0
         return self.state is State.CLOSED or (self.state is State.HALF_OPEN and not self.trial)
 
-    def sent(self) -> None:
-        self.trial = self.trial or self.state is State.HALF_OPEN
+    def sent(self) -> int:
+        if self.state is not State.HALF_OPEN or self.trial:
+            return 0
+        self.trials += 1
+        self.trial = self.trials
+        return self.trial
 
-    def neither(self) -> None:
-        self.trial = False
+    def over(self, trial: int) -> None:
+        if trial == self.trial:
+            self.trial = 0
 
     def succeeded(self) -> None:
         if self.state is not State.OPEN:
-            self.state, self.trial, self.failures = State.CLOSED, False, []
+            self.state, self.trial, self.failures = State.CLOSED, 0, []
 
     def failed(self, now: float) -> None:
         if self.state is State.OPEN:
@@ -157,20 +162,26 @@ class Model:
         self.failures.append(now)
         recent = [t for t in self.failures if now - t <= SETTINGS.window]
         if self.state is State.HALF_OPEN or len(recent) >= SETTINGS.failures:
-            self.state, self.opened, self.trial, self.failures = State.OPEN, now, False, []
+            self.state, self.opened, self.trial, self.failures = State.OPEN, now, 0, []
 
 
-OPERATIONS = st.sampled_from(["allows", "sent", "succeeded", "failed", "neither"])
+OPERATIONS = st.sampled_from(["allows", "sent", "succeeded", "failed", "over", "over an old one"])
 
 
 @given(st.lists(st.tuples(OPERATIONS, st.floats(0, 6)), max_size=60))
 def test_random_operations(steps: list[tuple[str, float]]) -> None:
     """Whatever happens in whatever order, it is as the table says."""
-    breaker, model, now = closed(), Model(), 0.0
+    breaker, model, now, trials = closed(), Model(), 0.0, [0]
     for what, passed in steps:
         now += passed
         if what in ("allows", "failed"):
             assert getattr(breaker, what)(now) == getattr(model, what)(now)
+        elif what == "sent":
+            trials.append(breaker.sent())
+            assert trials[-1] == model.sent()
+        elif what.startswith("over"):
+            for each in (breaker, model):
+                each.over(trials[0] if what.endswith("one") else trials[-1])
         else:
             getattr(breaker, what)()
             getattr(model, what)()

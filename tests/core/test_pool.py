@@ -157,7 +157,7 @@ def test_random_operations(balance: str, seed: int) -> None:
         elif step < 0.85 and out:
             lease = out.pop(chance.randrange(len(out)))
             breaker = lease.backend.breaker
-            chance.choice([breaker.succeeded, breaker.neither, functools.partial(breaker.failed, now)])()
+            chance.choice([breaker.succeeded, functools.partial(breaker.over, 1), functools.partial(breaker.failed, now)])()
             lease.release()
         else:
             chance.choice(pool.backends).probed(chance.random() < 0.6, HealthSettings(2, 2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -93,41 +92,3 @@ def test_connect_to_a_unix_socket(runner: asyncio.Runner, tmp_path: Path) -> Non
 )
 def test_what_is_an_address_needs_no_look_up(host: str, family: socket.AddressFamily | None) -> None:
     assert sockets.family_of(host) is family
-
-
-SEGMENTS_OUT = 136  # offset of tcpi_segs_out in Linux's struct tcp_info
-
-
-def _segments_sent(sock: socket.socket) -> int:
-    return int.from_bytes(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, SEGMENTS_OUT + 4)[SEGMENTS_OUT:], sys.byteorder)
-
-
-def test_delayed_acks() -> None:
-    """Of a stream of small segments about every other one is acknowledged by itself, rather than each."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as reader:
-        writer, _ = listener.accept()
-        with writer:
-            writer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-            def acknowledged(events: int) -> int:
-                before = _segments_sent(reader)
-                for _ in range(events):
-                    writer.sendall(b"x" * 100)
-                    assert len(reader.recv(1000)) == 100
-                return _segments_sent(reader) - before
-
-            reader.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-            acknowledged(100)  # the kernel's own mood at a connection's start
-            each = acknowledged(200)
-            sockets.delay_acks(reader)
-            assert acknowledged(200) < each * 0.8
-
-
-def test_delayed_acks_elsewhere() -> None:
-    """Not of a unix socket, and not of one that is closed: nothing is done, and nothing is raised."""
-    one, other = socket.socketpair()
-    with one, other:
-        sockets.delay_acks(one)
-    with socket.socket() as closed:
-        pass
-    sockets.delay_acks(closed)

@@ -43,3 +43,26 @@ async def test_a_fault_in_one_exchange_takes_no_deadline_from_others(caplog: pyt
     assert "could not be looked at" in caplog.text
     live.clear()
     await asyncio.sleep(0.05)  # the timer looks once more, and stops
+
+
+@pytest.mark.parametrize("step", [0.05, 0.2, 0.39, 1.1])  # of some a tenth ten times is more than the whole
+async def test_others_that_begin_put_no_deadline_off(step: float) -> None:
+    now = asyncio.get_running_loop().time()
+    first = _Call(now)
+    first.policy.step = step
+    live: dict[int, Any] = {1: first}
+    expired = asyncio.Event()
+
+    def told(call: Any, outcome: Outcome) -> None:
+        live.clear()
+        expired.set()
+
+    watch = Watch(live, told)
+    watch.begin(live[1], now)
+    async with asyncio.timeout(10):
+        while not expired.is_set():  # more often than it looks
+            other = _Call(asyncio.get_running_loop().time())
+            other.policy.step = step
+            watch.begin(other, other.exchange.sent)  # type: ignore[arg-type]
+            await asyncio.sleep(0.002)
+    await asyncio.sleep(0.15)
