@@ -149,6 +149,8 @@ class Relay:
             self.body_octets += len(piece)
             if meter is not None:
                 meter.feed(piece, now)
+        if len(pieces) > 1 and self._learnt is not None:
+            self.connection.joined(len(pieces), now)
         if reader.done:
             self._finish()
         elif reader.failure is not None:

@@ -22,6 +22,7 @@ from gateway.core.head import Malformed, ResponseHead, parse_response
 from gateway.core.headers import keeps_alive
 from gateway.errors import Refusal, UpstreamFailed
 from gateway.net import sockets, tls
+from gateway.net.acks import Acks, Manner
 from gateway.net.lane import Lane
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Connection(Lane):
         self._sock: socket.socket | None = None
         self._quiet: Callable[[], bool] | None = None
         self._left: Callable[[], bytes] | None = None
+        self._acks: Acks | None = None
         self.opened = time.monotonic()
         self.idle_since = 0.0
         self.uses = 0
@@ -114,6 +116,22 @@ class Connection(Lane):
     def settle(self) -> None:
         assert self._receiver is not None
         self._receiver.settle()
+
+    def open_lane(self, end: bytes, pass_on: Callable[[bytes], None]) -> None:
+        super().open_lane(end, pass_on)
+        if self._acks is not None:
+            self._acks.begin(time.monotonic())
+
+    def take_passed(self) -> tuple[list[bytes], list[float]]:
+        texts, times = super().take_passed()
+        if self._acks is not None:
+            self._acks.came(len(times), times[-1])
+        return texts, times
+
+    def joined(self, events: int, now: float) -> None:
+        """Several events of an open lane came in one read."""
+        if self._acks is not None:
+            self._acks.came(events, now, joined=True)
 
     def _head_octets(self, data: bytes) -> None:
         self._answered = True
@@ -182,6 +200,8 @@ class Connection(Lane):
 
     def opened_on(self, sock: socket.socket, quiet: Callable[[], bool], left: Callable[[], bytes] | None) -> None:
         self._sock, self._quiet, self._left = sock, quiet, left
+        if self.pool.origin.port is not None:  # TCP
+            self._acks = Acks(self.pool.acks, sock)
 
     def has_unsent(self, octets: int) -> bool:
         """Whether some of a request of so many octets still stands before the backend."""
@@ -262,6 +282,7 @@ class ConnectionPool:
         self._fixed = _fixed_address(origin)
         self._resolved: tuple[float, list[tuple[int, object]]] | None = None
         self._sweeper: asyncio.TimerHandle | None = None
+        self.acks = Manner()
         self.reused = 0
         self.closed = False
 
