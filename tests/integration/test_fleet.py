@@ -269,6 +269,32 @@ async def test_probes_are_cut_by_the_end(start_gateway: Start, certificates: Cer
             await gateway.stopped()
 
 
+@pytest.mark.parametrize("method", ["POST", "GET"])
+async def test_a_trial_that_was_none_is_given_to_another(start_gateway: Start, method: str) -> None:
+    """A half-open backend that was picked for a second attempt which was not made, or that proved only stale, is tried
+    again with the next request."""
+    async with fleet(2, s.reply()) as backends:
+        one, other = backends
+        breaker = {"failures": 2, "window": 30, "open": 0.3}
+        gateway = await start_gateway(
+            config={"health": SLOW, "breaker": breaker, "balance": "round_robin"}, backends=urls(backends)
+        )
+        other.script = s.vanish
+        for _ in range(8):
+            await gateway.ask()
+        await reached(gateway, 1, state="ejected")
+        other.script = s.reply()
+        await asyncio.sleep(0.4)
+        one.script = s.vanish
+        await gateway.ask(s.post() if method == "POST" else s.get("/v1/models/m"))
+        one.script = s.reply()
+        count = len(other.requests)
+        async with asyncio.timeout(5):
+            while len(other.requests) < count + 3:
+                await gateway.ask()
+        await reached(gateway, 2, breaker="closed")
+
+
 async def test_all_down(start_gateway: Start) -> None:
     """503 no_backend with Retry-After, on every path; /health and readyz say so; and it all comes back."""
     async with fleet(2) as backends:

@@ -106,6 +106,14 @@ async def test_the_handshake(gateway: Gateway, upstream: RawUpstream, client: Ra
     assert answer.get("transfer-encoding") is None
 
 
+@pytest.mark.parametrize("upgrade", [[], [("Upgrade", "h2c")]])
+async def test_another_protocol(gateway: Gateway, upstream: RawUpstream, upgrade: list[tuple[str, str]]) -> None:
+    """A 101 that does not say WebSocket is none, and is not made one."""
+    upstream.script = s.raw(s.head(101, [*upgrade, ("Connection", "Upgrade")], "Switching Protocols"))
+    answer = await gateway.ask(ask())
+    assert (answer.status, answer.get("x-gateway-error")) == (502, "upstream_malformed")
+
+
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 426, 503])
 async def test_a_refused_handshake(gateway: Gateway, upstream: RawUpstream, client: RawClient, status: int) -> None:
     """What the backend says instead is the answer, and the connection goes on."""
@@ -203,6 +211,7 @@ async def test_the_backend_ends(gateway: Gateway, upstream: RawUpstream, client:
     await client.wait_closed(2)
     (entry,) = await gateway.logged(request_id=f"b-{how}")
     assert (entry["status"], entry["bytes_out"]) == (101, len(last))
+    assert entry["outcome"] == ("complete" if how == "fin" else "upstream_reset")
     await gateway.idle()
 
 
