@@ -36,11 +36,12 @@ class Origin(NamedTuple):
     """Where a backend is, and how it is spoken to. Connections are shared only within one origin."""
 
     name: str
-    host: str  # a name, an IP address, or a unix socket's path
+    host: str  # where to connect: a name, an IP address, or a unix socket's path
     port: int | None  # None: a unix socket
     tls: ssl.SSLContext | None
     host_field: bytes
     credential: bytes | None = None
+    server_name: str | None = None  # whose certificate is expected; None: host's
 
 
 class PoolSettings(NamedTuple):
@@ -369,7 +370,7 @@ class ConnectionPool:
         if origin.tls is None:
             await self._loop.create_connection(lambda: connection, sock=sock)
         else:
-            transport = await tls.open_tls(self._loop, sock, origin.tls, origin.host, connection)
+            transport = await tls.open_tls(self._loop, sock, origin.tls, origin.server_name or origin.host, connection)
         if connection.lost:  # at once: nobody would tell whoever sends on it
             connection.drop()
             await asyncio.sleep(0)  # now it is closed, on both event loops
