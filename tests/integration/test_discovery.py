@@ -174,7 +174,7 @@ class TestDns:
             assert set(statuses) == {200}
             assert len(two.requests) == asked
             assert two.requests[0].get("host") == f"vllm.test:{one.port}"
-            for wire, client in zip(held.wires, clients, strict=True):
+            for wire in held.wires:
                 await wire.send(s.chunk(s.delta("a")) + b"".join(map(s.chunk, s.FINISHED)) + s.LAST)
             assert all([(await client.read_response()).complete for client in clients])
             for client in clients:
