@@ -11,12 +11,13 @@ import contextlib
 import gc
 import json
 import logging
+import random
 import signal
 import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,20 @@ from aiohttp import http_parser, web
 
 from gateway import __version__
 from gateway import config as configuration
-from gateway.config import BackendConfig, Config
+from gateway.config import Config
 from gateway.control import systemd
 from gateway.control.admin import admin_app
+from gateway.control.discovery.owner import Discovery, Followed, failed
+from gateway.control.fleet import fleet_routes
+from gateway.control.membership import Entry, Membership, origin_of
 from gateway.control.operator import Operator
-from gateway.control.probes import Probes, ProbeSettings, Target
+from gateway.control.probes import Probes, ProbeSettings
+from gateway.control.reload import member_of_body, membership_settings, sources_of, static_members
 from gateway.core.admission import Admission
 from gateway.core.backend import Backend, HealthSettings
-from gateway.core.breaker import BreakerSettings
 from gateway.core.exchange import Observer
 from gateway.core.inspection import Inspector, TokenRules
+from gateway.core.members import Member, Place
 from gateway.core.outcome import Outcome
 from gateway.core.pool import Pool
 from gateway.core.retry import Retries, RetrySettings
@@ -46,7 +51,7 @@ from gateway.net.downstream import ClientSettings, Downstream, Server
 from gateway.net.handler import Gateway
 from gateway.net.sockets import tune
 from gateway.net.tasks import Tasks
-from gateway.net.upstream import ConnectionPool, Origin, PoolSettings
+from gateway.net.upstream import ConnectionPool, PoolSettings
 from gateway.net.watch import Timeouts
 from gateway.synthetic.server import SyntheticUpstream
 from gateway.synthetic.settings import MockSettings
@@ -61,6 +66,7 @@ log = logging.getLogger("gateway")
 LAG_INTERVAL = 0.25  # seconds between looks at how late the event loop is
 COLLECT_AT = 10_000  # objects made and not freed before the collector looks at them; Python's own 700 cost some percent
 YOUNG = 0.25  # seconds in which the first request of a new connection is still expected when the process stops
+FIRST_LOOK = 5.0  # seconds that new sources of backends have to say something before the gateway serves, or a reload fails
 LAST_WORDS = 1.0  # seconds that cut exchanges have to unwind before the process ends
 
 
@@ -140,14 +146,13 @@ class App:
         observer: Observer = parts[0] if len(parts) == 1 else Observers(*parts)
         sockets = systemd.listen_fds() or [listen.bind(address) for address in config.listen]
         admin_socket = listen.bind(config.admin.listen)
-        if not config.backends or config.loadtest.enabled:
+        if not config.names_backends or config.loadtest.enabled:
             await self._start_synthetic()
-        backends, connections, targets = self._members(config)
-        pool = Pool(backends, config.balance)
+        pool = Pool([], config.balance)
         self.gateway = Gateway(
             _policy(config),
             pool,
-            connections,
+            {},
             Admission(config.limits.in_flight, config.limits.queue, lambda: pool.has_room),
             Retries(_retry(config)),
             observer,
@@ -156,54 +161,51 @@ class App:
             self._model_list,
         )
         self.probes = Probes(self.gateway.admission.wake)
+        self.membership = Membership(self._put_members)
+        self.discovery = Discovery(self.membership.snapshot, random.random)
         self._signals()
+        self._configure_members(config, await self.discovery.stage(sources_of(config), FIRST_LOOK))
         await self._listen(sockets, admin_socket)
-        await self.probes.watch(targets, _probing(config))
         self._tasks.start(self._measure_lag(), "event loop lag")
         public = ", ".join(self._public)
         sys.stderr.write(f"listening on {public}, admin on {self._admin_url}\n")
         sys.stderr.flush()
-        systemd.notify(f"READY=1\nSTATUS=serving {len(backends)} backend(s) on {public}")
+        systemd.notify(f"READY=1\nSTATUS=serving {len(pool.backends)} backend(s) on {public}")
 
     async def _start_synthetic(self) -> None:
         """The embedded synthetic upstream, on a loopback port of its own."""
         mock = self.config.mock
         self._synthetic = SyntheticUpstream(MockSettings(port=0, embedded=True, **msgspec.structs.asdict(mock)))
         url = await self._synthetic.start()
-        if not self.config.backends:
+        if not self.config.names_backends:
             sys.stderr.write(
                 f"no backend is configured: serving the embedded synthetic upstream ({url}); add --backend URL for a real one\n"
             )
 
-    def _members(self, config: Config) -> tuple[list[Backend], dict[str, ConnectionPool], list[Target]]:
-        """Backends, their connection pools, and where to probe them. Those that stay as they were are kept."""
-        configs = config.backends
-        if not configs:
+    def _configure_members(self, config: Config, staged: Sequence[Followed]) -> None:
+        """Raises ConfigError, and then nothing has changed."""
+        fallback = None
+        if not config.names_backends:
             assert self._synthetic is not None
-            configs = [_synthetic_backend(self._synthetic.url)]
-        old_backends = {b.name: b for b in self.gateway.pool.backends} if hasattr(self, "gateway") else {}
-        old_connections = self.gateway.connections if hasattr(self, "gateway") else {}
-        settings = PoolSettings(config.pool.idle, config.pool.max_idle, config.pool.max_age)
-        backends, connections, targets = [], {}, []
-        for one in configs:
-            origin = _origin(one)
-            breaker = _breaker(config)
-            backend, pool = old_backends.get(one.name), old_connections.get(one.name)
-            if backend is None or backend.url != one.url:
-                backend = Backend(one.name, one.url, weight=one.weight, max_in_flight=one.max_in_flight, breaker=breaker)
-            if pool is None or pool.settings != settings or not _same_origin(pool.origin, origin):
-                pool = ConnectionPool(origin, settings, asyncio.get_running_loop())
-            backends.append(backend)
-            connections[one.name] = pool
-            targets.append(Target(backend, ConnectionPool(origin, settings, asyncio.get_running_loop())))
-        return backends, connections, targets
+            fallback = Member("synthetic", Place(self._synthetic.url))
+        discovered = {one.source.name: one.snapshot or () for one in staged}
+        self.membership.configure(static_members(config), membership_settings(config), discovered, fallback)
+        self.discovery.commit(staged)
+
+    def _put_members(self, entries: Collection[Entry]) -> None:
+        """A new list of backends, for all who go by it. An engine that only prefills is never picked for a whole request."""
+        gateway = self.gateway
+        gateway.pool.apply([e.backend for e in entries if e.backend.role != "prefill"], self.config.balance)
+        gateway.connections = {e.member.name: e.connections for e in entries}
+        gateway.admission.wake()
+        self.probes.watch([e.target for e in entries], _probing(self.config))
 
     def _loopback(self) -> tuple[Pool, dict[str, ConnectionPool]]:
         """The synthetic upstream as a pool of its own, for /loadtest."""
         assert self._synthetic is not None
-        one = _synthetic_backend(self._synthetic.url)
-        pool = ConnectionPool(_origin(one), PoolSettings(), asyncio.get_running_loop())
-        return Pool([Backend(one.name, one.url)]), {one.name: pool}
+        one = Member("synthetic", Place(self._synthetic.url))
+        pool = ConnectionPool(origin_of(one), PoolSettings(), asyncio.get_running_loop())
+        return Pool([Backend(one.name, one.place.url)]), {one.name: pool}
 
     # listening --------------------------------------------------------------------------------------------------------
 
@@ -226,8 +228,11 @@ class App:
             self._servers.append(server)
             self._public.append(listen.url(scheme, sock))
         token = config.admin.token_file.reveal() if config.admin.token_file is not None else None
-        operator = Operator(self.gateway, self.metrics, self.reload, lambda: configuration.effective(self.config))
-        admin = admin_app(operator, token=token, names=(socket.gethostname(),))
+        operator = Operator(
+            self.gateway, self.metrics, self.membership, self.reload, lambda: configuration.effective(self.config)
+        )
+        fleet = fleet_routes(self.membership, member_of_body)
+        admin = admin_app(operator, token=token, names=(socket.gethostname(),), more=fleet)
         self._admin = web.AppRunner(admin, access_log=None, shutdown_timeout=1.0)
         await self._admin.setup()
         await web.SockSite(self._admin, admin_socket, backlog=128).start()
@@ -305,6 +310,8 @@ class App:
     async def _end(self) -> None:
         for server in self._servers:
             server.close()
+        if hasattr(self, "discovery"):
+            await self.discovery.stop()
         if hasattr(self, "probes"):
             await self.probes.stop()
         if hasattr(self, "gateway"):
@@ -338,19 +345,18 @@ class App:
     async def reload(self) -> None:
         """Read the configuration anew, and put it in force; or raise ConfigError, and change nothing."""
         async with self._reloading:
+            staged: list[Followed] = []
             try:
                 config = await asyncio.to_thread(configuration.load, self._config_path, self._overrides)
                 self._refuse_what_needs_a_restart(config)
-                members = self._members(config) if config.backends or self._synthetic is not None else None
+                staged = await self.discovery.stage(sources_of(config), FIRST_LOOK)
+                if (why := failed(staged)) is not None:
+                    raise ConfigError(f"{why}; nothing has been changed")
+                self._put_in_force(config, staged)
             except ConfigError:
+                self.discovery.abandon(staged)
                 self.metrics.reloaded(success=False)
                 raise
-            except OSError as error:  # TLS files
-                self.metrics.reloaded(success=False)
-                raise ConfigError(str(error)) from None
-            assert members is not None
-            backends, connections, targets = members
-            await self._put_in_force(config, backends, connections, targets)
             self.metrics.reloaded(success=True)
 
     def _refuse_what_needs_a_restart(self, config: Config) -> None:
@@ -366,32 +372,27 @@ class App:
             "log.format": (old.log.format, config.log.format),
         }
         changed = [key for key, (before, now) in fixed.items() if before != now]
-        if not config.backends and old.backends:
+        if not config.names_backends and old.names_backends:
             changed.append("backends (to none)")
         if changed:
             raise ConfigError(f"{', '.join(changed)}: cannot be changed without a restart; nothing has been changed")
 
-    async def _put_in_force(
-        self, config: Config, backends: list[Backend], connections: dict[str, ConnectionPool], targets: list[Target]
-    ) -> None:
-        gateway = self.gateway
-        dropped = [pool for name, pool in gateway.connections.items() if connections.get(name) is not pool]
-        for backend, one in zip(backends, config.backends, strict=bool(config.backends)):
-            backend.weight, backend.max_in_flight = one.weight, one.max_in_flight
-            backend.breaker.settings = _breaker(config)
-        gateway.pool.apply(backends, config.balance)
-        gateway.connections = connections
+    def _put_in_force(self, config: Config, staged: Sequence[Followed]) -> None:
+        """In one step. Raises ConfigError, and then nothing has changed."""
+        gateway, before = self.gateway, self.config
+        self.config = config
+        try:
+            self._configure_members(config, staged)
+        except ConfigError:
+            self.config = before
+            raise
         gateway.policy = _policy(config)
         gateway.retries.settings = _retry(config)
         gateway.admission.limit, gateway.admission.queue_limit = config.limits.in_flight, config.limits.queue
         for front in self._fronts:
             front.settings = _client_settings(config)
         logging.getLogger().setLevel(config.log.level.upper())
-        self.config = config
         gateway.admission.wake()
-        for pool in dropped:
-            pool.close()
-        await self.probes.watch(targets, _probing(config))
         log.info("the configuration has been read again and is in force")
 
     async def _reload_logged(self) -> None:
@@ -405,14 +406,19 @@ class App:
     # small things -----------------------------------------------------------------------------------------------------
 
     def _known_models(self) -> set[str]:
-        return {model for backend in self.gateway.pool.backends for model in backend.models}
+        return {model for entry in self.membership.everyone for model in entry.backend.models}
 
     def _backend_samples(self) -> Iterable[BackendSample]:
-        connections = self.gateway.connections
-        return [
-            BackendSample(b.name, b.routable, b.state, b.in_flight, connections[b.name].size)
-            for b in self.gateway.pool.backends
-        ]
+        """One a name: what drains is added to the backend that has its name now, if there is one."""
+        samples: dict[str, BackendSample] = {}
+        for entry in self.membership.everyone:
+            b, size = entry.backend, entry.connections.size
+            other = samples.get(b.name)
+            if other is None:
+                samples[b.name] = BackendSample(b.name, b.routable, b.state, b.in_flight, size)
+            else:
+                samples[b.name] = other._replace(in_flight=other.in_flight + b.in_flight, connections=other.connections + size)
+        return samples.values()
 
     async def _model_list(self) -> Local:
         """GET /v1/models over several backends: each model once, described by the first backend that serves it."""
@@ -477,10 +483,6 @@ def _client_settings(config: Config) -> ClientSettings:
     )
 
 
-def _breaker(config: Config) -> BreakerSettings:
-    return BreakerSettings(config.breaker.failures, config.breaker.window, config.breaker.open)
-
-
 def _retry(config: Config) -> RetrySettings:
     return RetrySettings(config.retry.attempts, config.retry.budget, config.retry.replay_stale)
 
@@ -494,37 +496,6 @@ def _probing(config: Config) -> ProbeSettings:
         config.discovery.interval,
         HealthSettings(health.fail, health.pass_),
     )
-
-
-def _synthetic_backend(url: str) -> BackendConfig:
-    return BackendConfig(url=url, name="synthetic")
-
-
-def _origin(one: BackendConfig) -> Origin:
-    address = one.address
-    tls = _backend_tls(one) if one.scheme == "https" else None
-    credential = one.api_key_file.reveal().encode() if one.api_key_file is not None else None
-    if address.path is not None:
-        return Origin(one.name, address.path, None, None, b"localhost", credential)
-    default = {"http": 80, "https": 443}[one.scheme]
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    field = host if address.port == default else f"{host}:{address.port}"
-    return Origin(one.name, address.host, address.port, tls, field.encode(), credential)
-
-
-def _same_origin(one: Origin, other: Origin) -> bool:
-    """Contexts are made anew at each reload: connections stay only where there is no TLS to have changed."""
-    return one.tls is None and other.tls is None and one == other
-
-
-def _backend_tls(one: BackendConfig) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=str(one.tls.ca) if one.tls.ca is not None else None)
-    if not one.tls.verify:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    if one.tls.certificate is not None:
-        context.load_cert_chain(one.tls.certificate, one.tls.key)
-    context.set_alpn_protocols(["http/1.1"])
-    return context
 
 
 def _server_tls(config: Config) -> ssl.SSLContext | None:

@@ -71,7 +71,8 @@ def _serve_options(command: _Command) -> _Command:
 def serve(config_path: Path | None, **flags: Any) -> int:
     """Run the gateway.
 
-    A flag overrides the file. With no backend at all, a synthetic engine is run inside, to try things out.
+    A flag overrides the file. Backends may also be discovered (files, DNS, Kubernetes; discovery in the file) or added by
+    the admin API. With no backend and no discovery at all, a synthetic engine is run inside, to try things out.
 
     \b
     Examples:

@@ -16,10 +16,20 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
+from gateway.configbackends import NOT_YET as NOT_YET_OF_BACKENDS
+from gateway.configbackends import (
+    BackendConfig,
+    Clash,
+    Discovery,
+    Section,
+    backend_clashes,
+    discovery_clashes,
+    named,
+    tls_clashes,
+)
 from gateway.configfile import BadValue, Complaints, Node, Reader, compose, describe, get, put, substitute
+from gateway.configvalues import Address as Address
 from gateway.configvalues import (
-    NAME_LENGTH,
-    NOT_IN_NAME,
     Bytes,
     Count,
     CountOrZero,
@@ -29,7 +39,6 @@ from gateway.configvalues import (
     Knobs,
     Listen,
     ListenList,
-    Name,
     RoutePath,
     Seconds,
     SecondsOrZero,
@@ -37,21 +46,14 @@ from gateway.configvalues import (
     Share,
     Text,
     Tokens,
-    Url,
     UrlPath,
     is_host,
     parse_address,
-    split_url,
     whole,
 )
-from gateway.configvalues import Address as Address
 from gateway.configvalues import Secret as Secret
 
 # ---- sections
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One mapping of the file. Keys are the attributes' names."""
 
 
 class Admin(Section, frozen=True):
@@ -63,39 +65,6 @@ class Tls(Section, frozen=True):
     certificate: File | None = None
     key: File | None = None
     client_ca: File | None = None
-
-
-class BackendTls(Section, frozen=True):
-    ca: File | None = None
-    certificate: File | None = None
-    key: File | None = None
-    verify: bool = True
-
-
-class BackendConfig(Section, frozen=True):
-    url: Url
-    name: Name = ""  # filled in from the URL where left out
-    models: list[Text] | None = None
-    role: Literal["both", "prefill", "decode"] = "both"
-    weight: Annotated[int, whole(1, 65535)] = 1
-    max_in_flight: Count | None = None
-    api_key_file: SecretFile | None = None
-    tls: BackendTls = BackendTls()
-
-    @property
-    def scheme(self) -> str:
-        return split_url(self.url)[0]
-
-    @property
-    def address(self) -> Address:
-        return split_url(self.url)[1]
-
-
-class Discovery(Section, frozen=True):
-    file: object = None
-    dns: object = None
-    kubernetes: object = None
-    interval: Seconds = 5.0
 
 
 class Affinity(Section, frozen=True):
@@ -176,8 +145,8 @@ class RateLimits(Section, frozen=True):
 
 
 class Paths(Section, frozen=True):
-    allow: list[RoutePath] = []
-    deny: list[RoutePath] = []
+    allow: list[RoutePath] = msgspec.field(default_factory=list)
+    deny: list[RoutePath] = msgspec.field(default_factory=list)
 
 
 FieldRule: TypeAlias = Literal["reject", "strip", "pass"]
@@ -227,8 +196,8 @@ class Mock(Section, frozen=True):
     itl: Delay = 0.02
     tokens: Tokens = 64
     seed: CountOrZero = 0
-    fault: list[Fault] = []
-    knobs: Knobs = {}
+    fault: list[Fault] = msgspec.field(default_factory=list)
+    knobs: Knobs = msgspec.field(default_factory=dict)
     replay: Text | None = None
 
 
@@ -237,9 +206,9 @@ class Config(Section, frozen=True):
     admin: Admin = Admin()
     workers: Annotated[int, whole(1, 1024)] = 1
     tls: Tls = Tls()
-    backends: list[BackendConfig] = []
+    backends: list[BackendConfig] = msgspec.field(default_factory=list)
     discovery: Discovery = Discovery()
-    models: dict[str, object] = {}
+    models: dict[str, object] = msgspec.field(default_factory=dict)
     balance: Literal["least_loaded", "round_robin", "power_of_two", "affinity"] = "least_loaded"
     affinity: Affinity = msgspec.field(default_factory=Affinity)
     disaggregation: Disaggregation = Disaggregation()
@@ -265,15 +234,16 @@ class Config(Section, frozen=True):
     loadtest: Loadtest = Loadtest()
     mock: Mock = Mock()
 
+    @property
+    def names_backends(self) -> bool:
+        """Or else the synthetic engine stands in."""
+        return bool(self.backends) or self.discovery.asked
+
 
 # Keys of which this version knows only these values. To build one is to take its line out.
 NOT_YET: Mapping[str, tuple[object, ...]] = {
     "workers": (1,),
-    "backends.models": (None,),
-    "backends.role": ("both",),
-    "discovery.file": (None,),
-    "discovery.dns": (None,),
-    "discovery.kubernetes": (None,),
+    **{f"backends.{key}": values for key, values in NOT_YET_OF_BACKENDS.items()},
     "models": ({},),
     "balance": ("least_loaded", "round_robin"),
     "affinity.by": (["header", "user", "prefix"],),
@@ -291,21 +261,11 @@ NOT_YET: Mapping[str, tuple[object, ...]] = {
 
 # ---- what may not stand together
 
-Clash: TypeAlias = tuple[str, str, str]  # key path, found, expected
 
-
-def _tls_files(config: Config) -> Iterator[Clash]:
-    sections: list[tuple[str, Tls | BackendTls]] = [("tls", config.tls)]
-    sections += [(f"backends[{index}].tls", backend.tls) for index, backend in enumerate(config.backends)]
-    for path, tls in sections:
-        if (tls.certificate is None) != (tls.key is None):
-            given, left_out = ("key", "certificate") if tls.certificate is None else ("certificate", "key")
-            yield f"{path}.{left_out}", f"found nothing beside {path}.{given}", "both of them, or neither"
+def _tls(config: Config) -> Iterator[Clash]:
+    yield from tls_clashes("tls", config.tls)
     if config.tls.client_ca and not config.tls.certificate:
         yield "tls.client_ca", "found a client_ca without a certificate", "tls.certificate and tls.key beside it"
-    for index, backend in enumerate(config.backends):
-        if backend.tls != BackendTls() and backend.scheme != "https":
-            yield f"backends[{index}].tls", f"found TLS settings beside {backend.url}", "an https URL, or none of them"
 
 
 def _same_place(one: Address, other: Address) -> bool:
@@ -327,14 +287,6 @@ def _listeners(config: Config) -> Iterator[Clash]:
             return
 
 
-def _names(config: Config) -> Iterator[Clash]:
-    seen: dict[str, int] = {}
-    for index, backend in enumerate(config.backends):
-        first = seen.setdefault(backend.name, index)
-        if first != index:
-            yield f"backends[{index}].name", f"found {backend.name}, as backends[{first}] is named", "a name of its own"
-
-
 def _max_tokens(config: Config) -> Iterator[Clash]:
     limit = config.limits.max_tokens
     if limit.default is not None and limit.cap is not None and limit.default > limit.cap:
@@ -348,8 +300,9 @@ def _max_tokens(config: Config) -> Iterator[Clash]:
 # Each is asked only where nothing is wrong with the top level keys it looks at: one slip, one complaint.
 _CLASHES: tuple[tuple[tuple[str, ...], Callable[[Config], Iterator[Clash]]], ...] = (
     (("listen", "admin"), _listeners),
-    (("tls", "backends"), _tls_files),
-    (("backends",), _names),
+    (("tls",), _tls),
+    (("backends",), lambda config: backend_clashes(config.backends)),
+    (("discovery",), lambda config: discovery_clashes(config.discovery)),
     (("limits",), _max_tokens),
 )
 
@@ -426,21 +379,13 @@ def load(
     directory = Path.cwd() if path is None else path.absolute().parent
     reader = Reader(complaints, environ, directory, NOT_YET)
     config: Config = reader.read(Config, root, "")
-    config = msgspec.structs.replace(config, backends=[_named(backend) for backend in config.backends])
+    config = msgspec.structs.replace(config, backends=[named(backend) for backend in config.backends])
     for keys, clashes in _CLASHES:
         if complaints.clean(*keys):
             for where, found, expected in clashes(config):
                 reader.complain(where, found, expected)
     complaints.raise_if_any()
     return config
-
-
-def _named(backend: BackendConfig) -> BackendConfig:
-    if backend.name:
-        return backend
-    address = backend.address
-    name = str(address) if address.path is None else os.path.basename(address.path)
-    return msgspec.structs.replace(backend, name=NOT_IN_NAME.sub("_", name)[:NAME_LENGTH])
 
 
 def effective(config: Config) -> dict[str, object]:

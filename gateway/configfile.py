@@ -131,9 +131,19 @@ def resolve(text: str) -> Any:
 
 def compose(path: Path, complaints: Complaints) -> Node:
     """The tree of a file: always a mapping. What leaves no tree to go on with is raised at once."""
+    root = compose_any(path, complaints)
+    if root.value is None:
+        return dataclasses.replace(root, value={})
+    if not isinstance(root.value, dict):
+        raise ConfigError(f"{root.origin}: found {describe(root.value)} at the top; expected a mapping of keys")
+    return dataclasses.replace(root, origin=str(path))
+
+
+def compose_any(path: Path, complaints: Complaints) -> Node:
+    """The tree of a file, whatever it is of; None for an empty file."""
     text = _text(path)
     try:
-        root = _Composer(text, str(path), complaints).document()
+        return _Composer(text, str(path), complaints).document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
@@ -142,11 +152,6 @@ def compose(path: Path, complaints: Complaints) -> Node:
         raise ConfigError(f"{where}: not valid YAML: {what}{_QUOTE if hint else ''}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if root.value is None:
-        return dataclasses.replace(root, value={})
-    if not isinstance(root.value, dict):
-        raise ConfigError(f"{root.origin}: found {describe(root.value)} at the top; expected a mapping of keys")
-    return dataclasses.replace(root, origin=str(path))
 
 
 def _text(path: Path) -> str:
@@ -373,7 +378,8 @@ class Reader:
 
     def sequence(self, hint: Any, many: OneOrMany | None, node: Node, path: str, tail: str) -> Any:
         items = node.value
-        if many and isinstance(items, str):
+        one = isinstance(hint, type) and issubclass(hint, msgspec.Struct)
+        if many and isinstance(items, dict if one else str):
             return [value for value in (self.read(hint, node, path),) if value is not INVALID]
         if not isinstance(items, list) or (many and not items):
             return self.complain(path, f"found {describe(items)}", (many.expected if many else "a list") + tail)
@@ -464,6 +470,15 @@ def known_paths(hint: type[msgspec.Struct], path: str = "") -> Iterator[str]:
             bare, inside = get_args(bare)[0], inside + "[]"
         if isinstance(bare, type) and issubclass(bare, msgspec.Struct) and not any(isinstance(r, Rule) for r in rules):
             yield from known_paths(bare, inside)
+
+
+def tree_of(value: Any, origin: str) -> Node:
+    """Plain data as a tree that stands in one place, with nothing of the environment put into it."""
+    if isinstance(value, dict):
+        value = {str(key): tree_of(child, origin) for key, child in value.items()}
+    elif isinstance(value, list):
+        value = [tree_of(child, origin) for child in value]
+    return Node(value, origin, literal=True)
 
 
 def plain(node: Node) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import math
+import os
 import re
 from typing import Annotated, Any, TypeAlias
 
@@ -243,6 +244,50 @@ def _name(value: Any) -> str:
     return value
 
 
+def _file_name(value: Any) -> str:
+    """Of a file that need not be there yet."""
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise BadValue
+    return value
+
+
+def _file_pattern(value: Any) -> str:
+    if any(character in os.path.dirname(_file_name(value)) for character in "*?["):
+        raise BadValue(expected="a pattern in the last part of the path alone")
+    return str(value)
+
+
+def _dns_name(value: Any) -> str:
+    if not isinstance(value, str) or not is_host(value) or _is_ip(value):
+        raise BadValue
+    return value.lower()
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _dns_server(value: Any) -> Address:
+    if not isinstance(value, str):
+        raise BadValue
+    address = parse_host_port(f"[{value}]" if value.count(":") > 1 and not value.startswith("[") else value, 53)
+    if not _is_ip(address.host) or not address.port:
+        raise BadValue
+    return address
+
+
+def _kubernetes_port(value: Any) -> int | str:
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65535:
+        return value
+    if isinstance(value, str) and re.fullmatch(r"[a-z0-9](?:[a-z0-9-]{0,13}[a-z0-9])?", value):
+        return value
+    raise BadValue
+
+
 Seconds: TypeAlias = Annotated[float, seconds(zero=False)]
 SecondsOrZero: TypeAlias = Annotated[float, seconds(zero=True)]
 Bytes: TypeAlias = Annotated[int, whole(1, _TIB, "a whole number of bytes")]
@@ -268,3 +313,16 @@ Listen: TypeAlias = Annotated[
 ]
 ListenList: TypeAlias = Annotated[list[Listen], OneOrMany("HOST:PORT, unix:/PATH, or a list of them")]
 Url: TypeAlias = Annotated[str, Rule("http://HOST[:PORT], https://HOST[:PORT] or unix:/PATH", _url)]
+Port: TypeAlias = Annotated[int, whole(1, 65535, "a port")]
+FileName: TypeAlias = Annotated[str, Rule("the name of a file", _file_name, file=True)]
+FilePattern: TypeAlias = Annotated[
+    str, Rule("the name of a file, or a pattern of names, as DIR/*.json", _file_pattern, file=True)
+]
+DnsName: TypeAlias = Annotated[str, Rule("a DNS name", _dns_name)]
+DnsServer: TypeAlias = Annotated[Address, Rule("the IP address of a DNS server, with or without :PORT", _dns_server)]
+KubernetesName: TypeAlias = Annotated[
+    str, _text(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?", "a name of lower case letters, digits and -, of at most 63 characters")
+]
+KubernetesPort: TypeAlias = Annotated[
+    int | str, Rule("a port of the service's endpoints: its name, or its number", _kubernetes_port)
+]

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.config import NOT_YET, Address, Config, Secret, effective, load
+from gateway.configbackends import Dns, Kubernetes
 from gateway.configfile import MAX_BYTES, MAX_COMPLAINTS, known_paths, render
 from gateway.errors import ConfigError
 
@@ -338,6 +339,23 @@ URL = "expected http://HOST[:PORT], https://HOST[:PORT] or unix:/PATH"
             "backends: [{url: http://a, tls: {verify: false}}]",
             "FILE, line 1: backends[0].tls: found TLS settings beside http://a; expected an https URL, or none of them",
         ),
+        # discovery
+        ("discovery: {file: 3}", "FILE, line 1: discovery.file: found 3; expected the name of a file, or a list of them or"),
+        ("discovery: {file: '*/a.json'}", "discovery.file: found '*/a.json'; expected a pattern in the last part of the"),
+        ("discovery: {dns: {port: 80}}", "names: found nothing; expected a value: this key has no default"),
+        ("discovery: {dns: {names: 10.0.0.1, port: 80}}", "names: found '10.0.0.1'; expected a DNS name"),
+        ("discovery: {dns: {names: a}}", "port: found nothing; expected the backends' port, of which A records say nothing"),
+        ("discovery: {dns: [{names: a, type: SRV, port: 1}]}", "discovery.dns[0].port: found 1 beside type: SRV; expected"),
+        ("discovery: {dns: {names: a, type: TXT}}", "type: found 'TXT'; expected A, AAAA or SRV"),
+        ("discovery: {dns: {names: a, port: 1, servers: ns}}", "found 'ns'; expected the IP address of a DNS server"),
+        ("discovery: {dns: {names: a, port: 1, tls: {verify: false}}}", "found TLS settings beside scheme: http; expected"),
+        ("discovery: {kubernetes: {}}", "service: found nothing; expected a value: this key has no default"),
+        ("discovery: {kubernetes: {service: A}}", "service: found 'A'; expected a name of lower case letters, digits and -"),
+        ("discovery: {kubernetes: {service: a, port: H}}", "port: found 'H'; expected a port of the service's endpoints"),
+        (
+            "discovery: {kubernetes: {service: a, selector: b}}",
+            "selector: unknown key; expected one of scheme, max_in_flight, api_key_file, tls, service, namespace, port,",
+        ),
         (
             "listen: 0.0.0.0:9400",
             "FILE: admin.listen: found 127.0.0.1:9400, where the public listener is (0.0.0.0:9400); expected another",
@@ -412,9 +430,6 @@ REFUSED: list[tuple[str, str]] = [
         "backends: [{url: 'http://a', models: [m]}]",
         "backends[0].models: ['m'] is not supported by this version; expected",
     ),
-    ("discovery: {file: a.yaml}", "discovery.file: 'a.yaml' is not supported by this version; expected null"),
-    ("discovery: {dns: {name: a}}", "discovery.dns: a mapping is not supported by this version; expected null"),
-    ("discovery: {kubernetes: {}}", "discovery.kubernetes: {} is not supported by this version; expected null"),
     ("models: {gpt-4: {route_to: []}}", "models: a mapping is not supported by this version; expected {}"),
     (
         "balance: affinity",
@@ -786,9 +801,34 @@ def test_the_example() -> None:
     assert msgspec.structs.replace(config, backends=[]) == Config()
 
 
+def test_the_example_of_discovery() -> None:
+    discovery = load(EXAMPLE.with_name("discovery.yaml"), environ={}).discovery
+    assert discovery.file == [str(EXAMPLE.with_name("backends.yaml")), "/etc/prometheus/vllm/*.json"]
+    # all but what must be given, and what tells them apart, stands at its default
+    plain, service = discovery.dns or ()
+    assert plain == Dns(names=["vllm.internal"], port=8000)
+    assert service == Dns(names=["_vllm._tcp.service.consul"], type="SRV", servers=[Address("127.0.0.1", 8600)])
+    assert discovery.kubernetes == [Kubernetes(service="vllm", namespace="inference", port="http")]
+
+
+def test_discovery_as_its_users_write_it(loaded: Load) -> None:
+    """One or a list of them; files beside the configuration; servers with and without a port."""
+    config = loaded("discovery: {file: a.json, dns: {names: A.test., port: 80, servers: ['1.1.1.1', '[::1]:54', '::1']}}")
+    assert config.discovery.file is not None
+    assert config.discovery.file[0].endswith("/a.json")
+    assert [path[0] for path in config.discovery.file] == ["/"]
+    (dns,) = config.discovery.dns or ()
+    assert (dns.names, dns.servers) == (
+        ["a.test."], [Address("1.1.1.1", 53), Address("::1", 54), Address("::1", 53)],
+    )  # fmt: skip
+    config = loaded("discovery: {kubernetes: [{service: a, port: 80}, {service: b, port: http}]}")
+    assert [one.port for one in config.discovery.kubernetes or ()] == [80, "http"]
+    assert loaded(render(effective(config))) == config
+
+
 def test_the_example_has_every_key_that_works() -> None:
-    given = yaml.safe_load(EXAMPLE.read_text())
-    written = set(_paths(given))
+    written = {path for name in (EXAMPLE, EXAMPLE.with_name("discovery.yaml"))
+               for path in _paths(yaml.safe_load(name.read_text()))}  # fmt: skip
     sections = {path.rpartition(".")[0] for path in known_paths(Config)}
     partly = {"balance"}  # of its values some work
     for path in known_paths(Config):

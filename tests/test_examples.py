@@ -91,8 +91,9 @@ def test_its_own_program_takes_it(name: str, tmp_path: Path) -> None:
     assert not re.search(r"warn|alert", result.stdout + result.stderr, re.I), result.stdout + result.stderr
 
 
-def test_the_gateway_takes_its_own() -> None:
-    command = [sys.executable, "-m", "gateway", "check", "-c", str(EXAMPLES / "tokenpipe.yaml")]
+@pytest.mark.parametrize("name", ["tokenpipe.yaml", "discovery.yaml"])
+def test_the_gateway_takes_its_own(name: str) -> None:
+    command = [sys.executable, "-m", "gateway", "check", "-c", str(EXAMPLES / name)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 

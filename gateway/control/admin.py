@@ -15,9 +15,8 @@ import base64
 import binascii
 import hmac
 import ipaddress
-import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -25,19 +24,13 @@ from aiohttp import hdrs, web
 
 from gateway.control import dashboard
 from gateway.control.dashboard_feed import Feed, Source
+from gateway.control.replies import error, reply
 from gateway.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})  # kubelets have no token
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    500: "api_error",
-    503: "overloaded_error",
-}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -65,8 +58,11 @@ class Control(Source, Protocol):
         """The effective configuration, secrets redacted."""
 
 
-def admin_app(control: Control, *, token: str | None = None, names: Collection[str] = ()) -> web.Application:
-    """The application. `names`: of this host, beside `localhost`, under which a browser may change state."""
+def admin_app(
+    control: Control, *, token: str | None = None, names: Collection[str] = (), more: Iterable[web.RouteDef] = ()
+) -> web.Application:
+    """The application. `names`: of this host, beside `localhost`, under which a browser may change state. `more`: routes
+    of others (control.fleet)."""
     if token == "":
         raise ValueError("an empty admin token would be no token at all")
     feed = Feed(control)
@@ -84,6 +80,7 @@ def admin_app(control: Control, *, token: str | None = None, names: Collection[s
             web.get("/-/config", admin.config),
             web.get(dashboard.EVENTS, admin.events, allow_head=False),
             *dashboard.routes(),
+            *more,
         ]
     )
     app.on_shutdown.append(lambda _: feed.stop())
@@ -111,30 +108,30 @@ class _Admin:
         return web.Response(status=503, text=reason + "\n")
 
     async def backends(self, request: web.Request) -> web.Response:
-        return _json(self._control.backends())
+        return reply(self._control.backends())
 
     async def streams(self, request: web.Request) -> web.Response:
-        return _json(self._control.streams())
+        return reply(self._control.streams())
 
     async def abort(self, request: web.Request) -> web.Response:
         if self._control.abort(request.match_info["request_id"]):
             return web.Response(status=204)
-        return _error(404, "unknown_request", "no exchange with this request id is in flight")
+        return error(404, "unknown_request", "no exchange with this request id is in flight")
 
     async def reload(self, request: web.Request) -> web.Response:
         try:
             await self._control.reload()
-        except ConfigError as error:
-            return _error(400, "bad_request", str(error))
-        return _json({"status": "reloaded"})
+        except ConfigError as wrong:
+            return error(400, "bad_request", str(wrong))
+        return reply({"status": "reloaded"})
 
     async def config(self, request: web.Request) -> web.Response:
-        return _json(self._control.config())
+        return reply(self._control.config())
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         if self._feed.full:
             message = "as many as may watch at a time are watching: close a page, or ask /-/streams and /-/backends"
-            return _error(503, "overloaded", message, {"Retry-After": "10"})
+            return error(503, "overloaded", message, {"Retry-After": "10"})
         return await self._feed.serve(request)
 
 
@@ -153,14 +150,14 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = await handler(request)
     except web.HTTPMethodNotAllowed as refusal:
         allow = ", ".join(sorted(refusal.allowed_methods))
-        response = _error(405, "method_not_allowed", f"{request.path} allows {allow}", {"Allow": allow})
+        response = error(405, "method_not_allowed", f"{request.path} allows {allow}", {"Allow": allow})
     except web.HTTPNotFound:
-        response = _error(404, "unknown_path", f"there is nothing at {request.path}")
+        response = error(404, "unknown_path", f"there is nothing at {request.path}")
     except web.HTTPException as refusal:
-        response = _error(refusal.status, "bad_request", refusal.reason)
+        response = error(refusal.status, "bad_request", refusal.reason)
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
-        response = _error(500, "internal", "the gateway failed to answer; its log says why")
+        response = error(500, "internal", "the gateway failed to answer; its log says why")
     response.headers.setdefault(hdrs.CACHE_CONTROL, "no-store")
     response.headers.setdefault("X-Content-Type-Options", "nosniff")
     return response
@@ -175,13 +172,13 @@ def _guard(token: str | None, names: Collection[str]) -> Any:
             if request.path == dashboard.PAGE:
                 return dashboard.ask_for_token()
             challenge = {"WWW-Authenticate": 'Bearer realm="tokenpipe admin"'}
-            return _error(401, "unauthenticated", "give the admin token: Authorization: Bearer TOKEN", challenge)
+            return error(401, "unauthenticated", "give the admin token: Authorization: Bearer TOKEN", challenge)
         why = None
         if request.method not in SAFE_METHODS:
             why = _foreign(request, names, trusted=token is not None)
         elif token is None and request.path in dashboard.PATHS:
             why = _unknown_name(request, names)
-        return await handler(request) if why is None else _error(403, "forbidden", why)
+        return await handler(request) if why is None else error(403, "forbidden", why)
 
     return guard
 
@@ -243,13 +240,3 @@ def _is_ours(host: str, names: Collection[str]) -> bool:
     except ValueError:  # no address, or not even a host
         return name == "localhost" or name in names
     return True
-
-
-def _json(content: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    body = json.dumps(content, default=str) + "\n"
-    return web.Response(status=status, text=body, content_type="application/json", headers=headers)
-
-
-def _error(status: int, code: str, message: str, headers: dict[str, str] | None = None) -> web.Response:
-    error = {"message": message, "type": KINDS.get(status, "invalid_request_error"), "param": None, "code": code}
-    return _json({"error": error}, status, headers)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from gateway import __version__
+from gateway.control.membership import Membership, described
 from gateway.core.exchange import Exchange, Observer
 from gateway.core.outcome import Outcome
 from gateway.errors import Ended
@@ -20,10 +21,12 @@ class Operator:
         self,
         gateway: Gateway,
         metrics: Metrics,
+        membership: Membership,
         reload: Callable[[], Awaitable[None]],
         config: Callable[[], dict[str, Any]],
     ):
-        self._gateway, self._metrics, self._reload, self._config = gateway, metrics, reload, config
+        self._gateway, self._metrics, self._membership = gateway, metrics, membership
+        self._reload, self._config = reload, config
         self._observer = gateway.observer
         self._started = time.monotonic()
 
@@ -42,22 +45,7 @@ class Operator:
         return None if self._gateway.pool.routable else "no backend can be reached"
 
     def backends(self) -> list[dict[str, Any]]:
-        connections = self._gateway.connections
-        return [
-            {
-                "name": b.name,
-                "url": b.url,
-                "state": b.state,
-                "health": b.health.value,
-                "breaker": b.breaker.state.value,
-                "in_flight": b.in_flight,
-                "max_in_flight": b.max_in_flight,
-                "weight": b.weight,
-                "connections": connections[b.name].size,
-                "models": list(b.models),
-            }
-            for b in self._gateway.pool.backends
-        ]
+        return [described(entry) for entry in self._membership.everyone]
 
     def streams(self) -> list[dict[str, Any]]:
         now = time.monotonic()

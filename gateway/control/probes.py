@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from gateway.core.backend import Backend, Health, HealthSettings
@@ -48,15 +48,23 @@ class Probes:
         self._tasks = Tasks()
         self._settings = ProbeSettings()
         self._targets: dict[str, Target] = {}
+        self._watching: dict[str, asyncio.Task[None]] = {}
         self._cards: dict[str, list[dict[str, Any]]] = {}
 
-    async def watch(self, targets: list[Target], settings: ProbeSettings) -> None:
-        """Look at these from now on, and at no others."""
-        await self._tasks.stop()
-        self._settings, self._targets = settings, {t.backend.name: t for t in targets}
-        self._cards = {name: cards for name, cards in self._cards.items() if name in self._targets}
-        for target in targets:
-            self._tasks.start(self._watch(target), f"probes of {target.backend.name}")
+    def watch(self, targets: Iterable[Target], settings: ProbeSettings) -> None:
+        """Look at these from now on, and at no others. Those that are looked at already, in the same way, are left to
+        their own clocks."""
+        before, self._targets = self._targets, {t.backend.name: t for t in targets}
+        same = settings == self._settings
+        self._settings = settings
+        for name, target in before.items():
+            if not same or self._targets.get(name) != target:
+                self._watching.pop(name).cancel()
+            if (held := self._targets.get(name)) is None or held.backend is not target.backend:
+                self._cards.pop(name, None)
+        for name, target in self._targets.items():
+            if name not in self._watching:
+                self._watching[name] = self._tasks.spawn(self._watch(target), f"probes of {name}")
 
     async def stop(self) -> None:
         await self._tasks.stop()
@@ -102,7 +110,8 @@ class Probes:
         except (GatewayError, TimeoutError, ValueError, KeyError, TypeError, RecursionError) as error:
             log.debug("the model list of %s could not be had: %r", target.backend.name, error)
             return
-        self._cards[target.backend.name] = cards[:NAMED_MOST]
+        if self._targets.get(target.backend.name) is target:  # else it has gone meanwhile
+            self._cards[target.backend.name] = cards[:NAMED_MOST]
         target.backend.models = tuple(card["id"] for card in cards[:NAMED_MOST])
 
     async def _page(self, target: Target, path: str) -> tuple[int, bytes]:

@@ -7,11 +7,15 @@
     DOWN       `pass` probes well UP
 
 UNKNOWN is routable: a gateway that has just started serves at once, and learns from what happens.
+
+Whatever its health, a backend that is draining is given nothing new; what it has goes on, and with the last of it the
+backend is gone.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import NamedTuple
 
 from gateway.core.breaker import Breaker, BreakerSettings
@@ -36,12 +40,15 @@ class Backend:
         "_probes",
         "breaker",
         "credit",
+        "draining",
+        "emptied",
         "health",
         "in_flight",
         "max_in_flight",
         "models",
         "name",
         "picked",
+        "role",
         "url",
         "weight",
     )
@@ -53,20 +60,23 @@ class Backend:
         *,
         weight: float = 1,
         max_in_flight: int | None = None,
+        role: str = "both",
         breaker: BreakerSettings = BreakerSettings(),
     ):
-        self.name, self.url, self.weight, self.max_in_flight = name, url, weight, max_in_flight
+        self.name, self.url, self.weight, self.max_in_flight, self.role = name, url, weight, max_in_flight, role
         self.models: tuple[str, ...] = ()  # as it last said itself
         self.in_flight = 0
         self.health = Health.UNKNOWN
         self.breaker = Breaker(breaker)
         self.picked = 0  # the turn in which it was last picked
         self.credit = 0.0  # of the smooth weighted round robin
+        self.draining = False
+        self.emptied: Callable[[], None] | None = None  # called when the last lease is given back
         self._probes = 0  # consecutive ones: well above zero, ill below
 
     @property
     def routable(self) -> bool:
-        return self.health is not Health.DOWN
+        return self.health is not Health.DOWN and not self.draining
 
     @property
     def full(self) -> bool:
@@ -75,6 +85,8 @@ class Backend:
     @property
     def state(self) -> str:
         """One word for people and metrics."""
+        if self.draining:
+            return "draining"
         if self.health is Health.DOWN:
             return "down"
         return "ejected" if self.breaker.state is not BreakerState.CLOSED else self.health.value
@@ -117,3 +129,5 @@ class Lease:
         self.backend.in_flight -= 1
         if self.backend.in_flight < 0:
             raise AssertionError(f"{self.backend.name} has {self.backend.in_flight} exchanges in flight")
+        if not self.backend.in_flight and self.backend.emptied is not None:
+            self.backend.emptied()

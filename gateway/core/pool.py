@@ -50,5 +50,5 @@ class Pool:
         """Why there is no backend to be picked."""
         if self.routable:
             return Refusal("overloaded", "every backend is at its limit (backends[].max_in_flight)", retry_after=1)
-        down = ", ".join(f"{b.name} is {b.state}" for b in self.backends) or "none is configured"
+        down = ", ".join(f"{b.name} is {b.state}" for b in self.backends) or "there is none, or all drain"
         return Refusal("no_backend", f"no backend can be reached: {down}", retry_after=5)

@@ -1,81 +1,134 @@
-"""One page of a backend's, for the gateway itself: a GET over a connection of its own, as requests have them.
+"""Pages that the gateway itself asks for, of a backend or of a Kubernetes API: a GET over a connection of its own.
 
 What looks after backends sees them by the very way that requests go: addresses, TLS and the strictness with responses are
-the same, and so are the errors.
+the same, and so are the errors. Deadlines are the caller's: however a page is left, its connection is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 from gateway.core.framing import CloseReader, reader_of
 from gateway.core.head import ResponseHead
 from gateway.errors import UpstreamFailed
 from gateway.net.upstream import Connection, ConnectionPool
 
+HELD_MOST = 1 << 20  # octets of a page that wait for their reader before no more are read from the connection
+
+Field = tuple[bytes, bytes]
+
 
 async def fetch(connections: ConnectionPool, path: str, most: int) -> tuple[int, bytes]:
-    """Status and body, of `most` octets at most. Raises Refusal, of which UpstreamFailed is one.
+    """Status and body, of `most` octets at most. Raises Refusal, of which UpstreamFailed is one."""
+    page = await open_page(connections, path)
+    try:
+        return page.head.status, await page.whole(most)
+    finally:
+        page.close()
 
-    A deadline is the caller's: however this is left, the connection is closed.
-    """
+
+async def open_page(connections: ConnectionPool, path: str, fields: Iterable[Field] = ()) -> Page:
+    """A page whose head has come; whoever has it closes it. Raises Refusal, of which UpstreamFailed is one."""
     connection = await connections.open()
     try:
-        head = await connection.send(_request(connections, path), b"GET")
-        page = _Page(connection, head, most)
-        return head.status, await page.done
-    finally:
+        head = await connection.send(_request(connections, path, fields), b"GET")
+        return Page(connection, head)
+    except BaseException:
         connection.drop()
+        raise
 
 
-def _request(connections: ConnectionPool, path: str) -> bytes:
+def _request(connections: ConnectionPool, path: str, fields: Iterable[Field]) -> bytes:
     origin = connections.origin
     credential = b"" if origin.credential is None else b"Authorization: Bearer %b\r\n" % origin.credential
-    return b"GET %b HTTP/1.1\r\nHost: %b\r\nUser-Agent: tokenpipe-probe\r\nAccept: */*\r\n%bConnection: close\r\n\r\n" % (
+    more = b"".join(b"%b: %b\r\n" % field for field in fields)
+    return b"GET %b HTTP/1.1\r\nHost: %b\r\nUser-Agent: tokenpipe-probe\r\nAccept: */*\r\n%b%bConnection: close\r\n\r\n" % (
         path.encode(),
         origin.host_field,
         credential,
+        more,
     )
 
 
-class _Page:
-    """Receives a body whole (`net.upstream.Receiver`)."""
+class Page:
+    """Receives a response's body (`net.upstream.Receiver`) for one reader, as it comes."""
 
-    def __init__(self, connection: Connection, head: ResponseHead, most: int):
-        self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._connection, self._reader, self._most = connection, reader_of(head), most
+    def __init__(self, connection: Connection, head: ResponseHead):
+        self.head = head
+        self._connection, self._reader = connection, reader_of(head)
         self._pieces: list[bytes] = []
-        self._octets = 0
+        self._held = 0
+        self._paused = False
+        self._ended = False
+        self._failure: UpstreamFailed | None = None
+        self._more: asyncio.Future[None] | None = None  # somebody waits
         pending = connection.pending
         connection.hand_over(self)
         self.received(pending, 0.0)
         if connection.lost:
             self.connection_lost(None)
 
+    async def read(self) -> bytes:
+        """What has come, once something has; nothing at the body's proper end. Raises UpstreamFailed at any other."""
+        while not self._pieces and not self._ended:
+            self._more = asyncio.get_running_loop().create_future()
+            await self._more
+        octets = b"".join(self._pieces)
+        self._pieces, self._held = [], 0
+        if self._paused:
+            self._paused = False
+            if not self._connection.lost:
+                self._connection.transport.resume_reading()
+        if not octets and self._failure is not None:
+            raise self._failure
+        return octets
+
+    async def whole(self, most: int) -> bytes:
+        """The body, of so many octets at most. Raises UpstreamFailed."""
+        pieces, octets = [], 0
+        while piece := await self.read():
+            pieces.append(piece)
+            octets += len(piece)
+            if octets > most:
+                raise UpstreamFailed("upstream_malformed", f"the backend's page is larger than {most} octets")
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        self._connection.drop()
+
     def received(self, data: bytes, now: float) -> None:
-        if self.done.done():
+        if self._ended:
             return
         reader = self._reader
         pieces = reader.feed(data)
         self._pieces += pieces
-        self._octets += sum(map(len, pieces))
-        if self._octets > self._most:
-            self._fail(f"the backend's page is larger than {self._most} octets")
-        elif reader.failure is not None:
-            self._fail(f"the backend's body is malformed: {reader.failure}")
+        self._held += sum(map(len, pieces))
+        if reader.failure is not None:
+            self._end(UpstreamFailed("upstream_malformed", f"the backend's body is malformed: {reader.failure}"))
         elif reader.done:
-            self.done.set_result(b"".join(self._pieces))
+            self._end(None)
+        elif self._held > HELD_MOST and not self._paused:
+            self._paused = True
+            self._connection.transport.pause_reading()
+        if pieces:
+            self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.done.done():
+        if self._ended:
             return
         if exc is None and self._connection.ended_well and type(self._reader) is CloseReader:
-            self.done.set_result(b"".join(self._pieces))
+            self._end(None)
         else:
-            self._fail("the backend's connection ended within the response")
+            self._end(UpstreamFailed("upstream_malformed", "the backend's connection ended within the response"))
 
-    def _fail(self, reason: str) -> None:
-        self.done.set_exception(UpstreamFailed("upstream_malformed", reason))
+    def _end(self, failure: UpstreamFailed | None) -> None:
+        self._ended, self._failure = True, failure
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._more is not None and not self._more.done():
+            self._more.set_result(None)
 
     def settle(self) -> None:
         """Nothing is put off."""

@@ -16,7 +16,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gateway.core.head import Malformed, ResponseHead, parse_response
 from gateway.core.headers import keeps_alive
@@ -32,18 +32,22 @@ PENDING_MOST = 65536  # octets of the body that are taken in before somebody rel
 # What one read of a flood can bring at most, and the kernel hide at most; Linux doubles it for its own book-keeping
 RECEIVE_BUFFER = 32768
 LARGE = 65536  # octets of a request that may not fit into what the kernels hold
-RESOLVED_FOR = 10.0  # seconds that an address found by name is used; cases.md G127
+RESOLVED_FOR = 10.0  # seconds that the addresses of a name are taken for granted
+
+
+Addresses = list[tuple[int, object]]  # address family, address
 
 
 class Origin(NamedTuple):
     """Where a backend is, and how it is spoken to. Connections are shared only within one origin."""
 
     name: str
-    host: str  # a name, an IP address, or a unix socket's path
+    host: str  # where to connect: a name, an IP address, or a unix socket's path
     port: int | None  # None: a unix socket
     tls: ssl.SSLContext | None
     host_field: bytes
     credential: bytes | None = None
+    server_name: str | None = None  # whose certificate is expected; None: host's
 
 
 class PoolSettings(NamedTuple):
@@ -78,6 +82,7 @@ class Connection(Lane):
         self._left: Callable[[], bytes] | None = None
         self._acks: Acks | None = None
         self.opened = time.monotonic()
+        self.address: object = None  # where it leads
         self.idle_since = 0.0
         self.uses = 0
         self.lost = False
@@ -273,14 +278,21 @@ class Connection(Lane):
 
 
 class ConnectionPool:
-    """The connections to one origin. All decisions are synchronous; only opening a connection waits."""
+    """The connections to one origin. All decisions are synchronous; only opening a connection waits.
+
+    A name is looked up anew every `RESOLVED_FOR` seconds that it is used, in the background where there are kept
+    connections. Those that lead to an address which the name has no more are not used again: they would hold on to what
+    has been taken out of service, for as long as it takes connections. A look-up that fails changes nothing.
+    """
 
     def __init__(self, origin: Origin, settings: PoolSettings, loop: asyncio.AbstractEventLoop):
         self.origin, self.settings, self._loop = origin, settings, loop
         self._idle: list[Connection] = []  # the last one used is the first to be used again, so that the others may age
         self._open: set[Connection] = set()
         self._fixed = _fixed_address(origin)
-        self._resolved: tuple[float, list[tuple[int, object]]] | None = None
+        self._resolved: tuple[float, Addresses] | None = None
+        self._asked = 0.0  # when the name was last looked up
+        self._looking_up = False  # in the background
         self._sweeper: asyncio.TimerHandle | None = None
         self.acks = Manner()
         self.reused = 0
@@ -293,6 +305,8 @@ class ConnectionPool:
     def take(self) -> Connection | None:
         """A kept connection that is fit for use, if there is one."""
         now = time.monotonic()
+        if self._fixed is None and self._idle:
+            self._refresh(now)
         while self._idle:
             connection = self._idle.pop()
             if (
@@ -307,7 +321,8 @@ class ConnectionPool:
 
     def keep(self, connection: Connection) -> None:
         now = connection.idle_since = time.monotonic()
-        if self.closed or len(self._idle) >= self.settings.max_idle or now - connection.opened >= self.settings.max_age:
+        full = self.closed or len(self._idle) >= self.settings.max_idle
+        if full or now - connection.opened >= self.settings.max_age or self._has_vanished(connection):
             connection.drop()
             return
         self._idle.append(connection)
@@ -360,19 +375,54 @@ class ConnectionPool:
                 "upstream_connect", f"no connection to the backend {origin.name}: {reason}", unsent=True
             ) from None
 
-    async def _addresses(self) -> list[tuple[int, object]]:
-        """(address family, address) of the origin, found anew when what was found is old."""
+    async def _addresses(self) -> Addresses:
+        """Of the origin, found anew when what was found is old."""
         if self._fixed is not None:
             return [self._fixed]
         origin, now = self.origin, time.monotonic()
         if self._resolved is not None and now - self._resolved[0] < RESOLVED_FOR:
             return self._resolved[1]
-        found = await self._loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
-        addresses: list[tuple[int, object]] = [(family, address) for family, _, _, _, address in found]
-        self._resolved = now, addresses
+        try:
+            found = await self._loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
+        except OSError:
+            if self._resolved is None:
+                raise
+            return self._resolved[1]
+        return self._found(_plain(found))
+
+    def _refresh(self, now: float) -> None:
+        """Look the name up in the background, if it is time."""
+        if self._looking_up or now - self._asked < RESOLVED_FOR:
+            return
+        self._looking_up, self._asked = True, now
+        origin = self.origin
+        looked_up = self._loop.run_in_executor(
+            None, lambda: _plain(socket.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM))
+        )
+        looked_up.add_done_callback(self._refreshed)
+
+    def _refreshed(self, looked_up: asyncio.Future[Addresses]) -> None:
+        self._looking_up = False
+        if looked_up.cancelled() or self.closed:
+            return
+        error = looked_up.exception()
+        if error is None:
+            self._found(looked_up.result())
+        else:
+            log.debug("%s could not be looked up anew: %r", self.origin.host, error)
+
+    def _found(self, addresses: Addresses) -> Addresses:
+        self._asked = time.monotonic()
+        self._resolved = self._asked, addresses
+        for connection in [c for c in self._idle if self._has_vanished(c)]:
+            connection.drop()
         return addresses
 
-    async def _dial(self, addresses: list[tuple[int, object]]) -> Connection:
+    def _has_vanished(self, connection: Connection) -> bool:
+        """The name has other addresses now than that of this connection."""
+        return self._resolved is not None and all(connection.address != address for _, address in self._resolved[1])
+
+    async def _dial(self, addresses: Addresses) -> Connection:
         error: OSError = OSError("the name has no address")
         for family, address in addresses:
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -380,7 +430,9 @@ class ConnectionPool:
                 sock.setblocking(False)
                 sockets.tune(sock, receive_buffer=RECEIVE_BUFFER)
                 await sockets.connect(sock, address)
-                return await self._wrap(sock)
+                connection = await self._wrap(sock)
+                connection.address = address
+                return connection
             except OSError as failure:
                 sock.close()
                 error = failure
@@ -396,7 +448,7 @@ class ConnectionPool:
         if origin.tls is None:
             await self._loop.create_connection(lambda: connection, sock=sock)
         else:
-            transport = await tls.open_tls(self._loop, sock, origin.tls, origin.host, connection)
+            transport = await tls.open_tls(self._loop, sock, origin.tls, origin.server_name or origin.host, connection)
         if connection.lost:  # at once: nobody would tell whoever sends on it
             connection.drop()
             await asyncio.sleep(0)  # now it is closed, on both event loops
@@ -417,3 +469,8 @@ def _fixed_address(origin: Origin) -> tuple[int, object] | None:
         return (socket.AF_UNIX, origin.host)
     family = sockets.family_of(origin.host)
     return (family, (origin.host, origin.port)) if family is not None else None
+
+
+def _plain(found: list[Any]) -> Addresses:
+    """Of what getaddrinfo returns."""
+    return [(family, address) for family, _, _, _, address in found]

@@ -1,0 +1,142 @@
+"""The part of the admin listener that changes who the backends are: /-/backends, and /instances of vLLM Ascend's proxy.
+
+What it adds and takes out is rule 3 and 4 of `core.members`. DELETE and drain do the same, as nothing is ever cut: no new
+request, its exchanges go on to their end, and with the last of them the backend is gone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from gateway.control.membership import Entry, Membership, Taken, described
+from gateway.control.replies import error, reply
+from gateway.core.members import Member
+from gateway.errors import ConfigError
+
+ROLES = {"prefill": ("both", "prefill"), "decode": ("both", "decode")}  # an instance's type -> roles of backends
+ADDED_MOST = 1000  # instances of one request
+
+
+def fleet_routes(membership: Membership, read: Callable[[object], Member]) -> list[web.RouteDef]:
+    """`read`: a backend out of a request's JSON; raises ConfigError."""
+    fleet = _Fleet(membership, read)
+    return [
+        web.post("/-/backends", fleet.add),
+        web.delete("/-/backends/{name}", fleet.remove),
+        web.post("/-/backends/{name}/drain", fleet.drain),
+        web.post("/instances/add", fleet.add_instances),
+        web.post("/instances/remove", fleet.remove_instances),
+        web.get("/healthcheck", fleet.healthcheck),
+    ]
+
+
+class _Fleet:
+    def __init__(self, membership: Membership, read: Callable[[object], Member]):
+        self._membership, self._read = membership, read
+
+    async def add(self, request: web.Request) -> web.Response:
+        try:
+            member = self._read(await _content(request))
+            ((entry, new),) = self._membership.add([member])
+        except ConfigError as wrong:
+            return error(400, "bad_request", str(wrong))
+        except Taken as taken:
+            return error(409, "conflict", str(taken))
+        return reply(described(entry), 201 if new else 200)
+
+    async def remove(self, request: web.Request) -> web.Response:
+        gone, answer = self._take_out(request.match_info["name"])
+        return web.Response(status=204) if gone else answer
+
+    async def drain(self, request: web.Request) -> web.Response:
+        _, answer = self._take_out(request.match_info["name"])
+        return answer
+
+    def _take_out(self, name: str) -> tuple[bool, web.Response]:
+        """Whether it is gone already, and what to answer."""
+        found = self._membership.take_out([name])
+        if not found:
+            return False, error(404, "unknown_backend", f"there is no backend {name}; GET /-/backends names them")
+        entry = next((entry for entry in self._membership.leaving if entry in found), None)
+        if entry is None:
+            return True, reply(described(found[0]) | {"state": "gone"})
+        return False, reply(described(entry), 202)
+
+    # as vLLM Ascend's example proxy has them --------------------------------------------------------------------------
+
+    async def add_instances(self, request: web.Request) -> web.Response:
+        try:
+            role, urls = _instances(await _content(request))
+            members = [self._read({"url": url})._replace(role=role) for url in urls]
+            self._membership.add(members)
+        except ConfigError as wrong:
+            return error(400, "bad_request", str(wrong))
+        except Taken as taken:
+            return error(409, "conflict", str(taken))
+        return self._adjusted("add", role, members)
+
+    async def remove_instances(self, request: web.Request) -> web.Response:
+        try:
+            role, urls = _instances(await _content(request))
+            members = [self._read({"url": url}) for url in urls]
+        except ConfigError as wrong:
+            return error(400, "bad_request", str(wrong))
+        # http://a is a:80 by name, and http://a:80 may have another name
+        names, urls = {member.name for member in members}, [member.place.url for member in members]
+        found = [e for e in self._of_role(role) if e.member.name in names or e.member.place.url in urls]
+        if not found:
+            return error(404, "unknown_backend", f"none of these is a {role} instance; GET /-/backends names all")
+        self._membership.take_out([entry.member.name for entry in found])
+        return self._adjusted("remove", role, [entry.member for entry in found])
+
+    def _adjusted(self, what: str, role: str, members: Sequence[Member]) -> web.Response:
+        return reply(
+            {
+                "message": f"{what} {role} instances: {[_shown(member) for member in members]}.",
+                "current_prefill_instances": [_shown(entry.member) for entry in self._of_role("prefill")],
+                "current_decode_instances": [_shown(entry.member) for entry in self._of_role("decode")],
+            }
+        )
+
+    async def healthcheck(self, request: web.Request) -> web.Response:
+        return reply(
+            {
+                "status": "ok",
+                "prefill_instances": len(self._of_role("prefill")),
+                "decode_instances": len(self._of_role("decode")),
+                "request_num": sum(entry.backend.in_flight for entry in self._membership.everyone),
+            }
+        )
+
+    def _of_role(self, role: str) -> list[Entry]:
+        return [entry for entry in self._membership.entries.values() if entry.member.role in ROLES[role]]
+
+
+def _shown(member: Member) -> str:
+    return member.place.url.removeprefix("http://")
+
+
+async def _content(request: web.Request) -> Any:
+    """Raises ConfigError where the body is no JSON object."""
+    try:
+        content = json.loads(await request.read())
+    except (ValueError, RecursionError) as wrong:
+        raise ConfigError(f"the body: not valid JSON: {wrong}; expected an object") from None
+    if not isinstance(content, dict):
+        raise ConfigError("the body: found no JSON object; expected one")
+    return content
+
+
+def _instances(content: dict[str, Any]) -> tuple[str, list[str]]:
+    """The type, and the URLs. Raises ConfigError."""
+    role, instances = content.get("type"), content.get("instances")
+    if role not in ROLES:
+        raise ConfigError(f"the body: type: found {str(role)[:80]!r}; expected prefill or decode")
+    listed = [instances] if isinstance(instances, str) else instances
+    if not isinstance(listed, list) or not 0 < len(listed) <= ADDED_MOST or not all(isinstance(one, str) for one in listed):
+        raise ConfigError(f"the body: instances: expected HOST:PORT, or a list of 1 to {ADDED_MOST} of them")
+    return role, [one if "://" in one else f"http://{one}" for one in dict.fromkeys(listed)]
