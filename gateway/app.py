@@ -34,7 +34,7 @@ from gateway.control.fleet import fleet_routes
 from gateway.control.membership import Entry, Membership, origin_of
 from gateway.control.operator import Operator
 from gateway.control.probes import Probes, ProbeSettings
-from gateway.control.reload import member_of_body, membership_settings, sources_of, static_members
+from gateway.control.reload import member_of_body, membership_settings, server_tls, sources_of, static_members
 from gateway.core.admission import Admission
 from gateway.core.backend import Backend, HealthSettings
 from gateway.core.exchange import Observer
@@ -103,6 +103,7 @@ class App:
         self._servers: list[asyncio.Server] = []
         self._queues: list[tuple[socket.socket, ssl.SSLContext | None]] = []
         self._fronts: list[Server] = []
+        self._files: list[listen.SocketFile] = []
         self._admin: web.AppRunner | None = None
 
     async def run(self) -> int:
@@ -144,8 +145,11 @@ class App:
             self._lines = logs.LineWriter(sys.stderr, lambda flush: loop.call_later(0.05, flush))
             parts.append(AccessLog(self._lines, wall=time.time, form=config.log.format))
         observer: Observer = parts[0] if len(parts) == 1 else Observers(*parts)
-        sockets = systemd.listen_fds() or [listen.bind(address) for address in config.listen]
-        admin_socket = listen.bind(config.admin.listen)
+        sockets = systemd.listen_fds()
+        if not sockets:
+            for address in config.listen:
+                sockets.append(self._bind(address))
+        admin_socket = self._bind(config.admin.listen)
         if not config.names_backends or config.loadtest.enabled:
             await self._start_synthetic()
         pool = Pool([], config.balance)
@@ -207,22 +211,31 @@ class App:
         pool = ConnectionPool(origin_of(one), PoolSettings(), asyncio.get_running_loop())
         return Pool([Backend(one.name, one.place.url)]), {one.name: pool}
 
+    def _bind(self, address: listen.Place) -> socket.socket:
+        sock = listen.bind(address)
+        if (file := listen.file_of(sock)) is not None:
+            self._files.append(file)
+        return sock
+
     # listening --------------------------------------------------------------------------------------------------------
 
     async def _listen(self, sockets: list[socket.socket], admin_socket: socket.socket) -> None:
         config, loop = self.config, asyncio.get_running_loop()
-        tls = _server_tls(config)
+        tls = server_tls(config)
         scheme = "https" if tls is not None else "http"
         settings = _client_settings(config)
+        handshake = None if tls is None else config.timeouts.request_header
         self._public = []
         self._queues = [(sock.dup(), tls) for sock in sockets]
         for sock in sockets:
             tune(sock)
             front = Server(self.gateway, settings, scheme.encode())
             server = (
-                await loop.create_server(front, sock=sock, ssl=tls, backlog=listen.BACKLOG)
+                await loop.create_server(front, sock=sock, ssl=tls, ssl_handshake_timeout=handshake, backlog=listen.BACKLOG)
                 if sock.family != socket.AF_UNIX
-                else (await loop.create_unix_server(front, sock=sock, ssl=tls, backlog=listen.BACKLOG))
+                else await loop.create_unix_server(
+                    front, sock=sock, ssl=tls, ssl_handshake_timeout=handshake, backlog=listen.BACKLOG
+                )
             )
             self._fronts.append(front)
             self._servers.append(server)
@@ -265,8 +278,8 @@ class App:
         await asyncio.sleep(0)  # what has been accepted already is answered, not reset
         for server in self._servers:
             server.close()
-        await self._accept_last()
         deadline = time.monotonic() + seconds
+        await self._accept_last()
         while time.monotonic() < deadline and not self._at_once.is_set():
             waiting = self._close_idle()
             if not gateway.live and not waiting:
@@ -283,13 +296,18 @@ class App:
                 await asyncio.sleep(0.01)
 
     async def _accept_last(self) -> None:
-        """Take what the kernel had already accepted: closing the listener itself would reset it."""
-        loop = asyncio.get_running_loop()
-        for front, (queue, tls) in zip(self._fronts, self._queues, strict=True):
-            for sock in listen.accept_all(queue):
-                with contextlib.suppress(OSError):  # it left, or its handshake failed: its own affair
-                    await loop.connect_accepted_socket(front, sock, ssl=tls)
+        """Take what the kernel had already accepted: closing the listener itself would reset it.
+
+        All of them together have as long as a new connection's first request is waited for, TLS handshakes included.
+        """
+        taking = [
+            self._tasks.spawn(_take(front, sock, tls), "one of the last connections")
+            for front, (queue, tls) in zip(self._fronts, self._queues, strict=True)
+            for sock in listen.accept_all(queue)
+        ]
         self._queues = []
+        if taking:
+            await asyncio.wait(taking, timeout=YOUNG)
 
     def _close_idle(self) -> bool:
         """Close connections without a request. Returns whether there are some so new that theirs may be under way."""
@@ -324,7 +342,7 @@ class App:
         if self._synthetic is not None:
             await self._synthetic.stop()
         await self._tasks.stop()
-        listen.forget(address.path for address in self.config.listen)
+        listen.forget(self._files)
         if hasattr(self, "_lines"):
             self._lines.flush()
 
@@ -426,10 +444,10 @@ class App:
         if not pool.routable:
             raise pool.nobody()
         cards: dict[str, dict[str, Any]] = {}
-        for backend in pool.backends:
-            if backend.routable:
-                for card in await self.probes.cards(backend.name):
-                    cards.setdefault(card["id"], card)
+        asked = [backend.name for backend in pool.backends if backend.routable]
+        for found in await asyncio.gather(*map(self.probes.cards, asked)):
+            for card in found:
+                cards.setdefault(card["id"], card)
         return Local(200, json.dumps({"object": "list", "data": list(cards.values())}).encode())
 
     async def _measure_lag(self) -> None:
@@ -437,6 +455,11 @@ class App:
             asked = time.monotonic()
             await asyncio.sleep(LAG_INTERVAL)
             self.metrics.loop_lag(max(time.monotonic() - asked - LAG_INTERVAL, 0.0))
+
+
+async def _take(front: Server, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
+    with contextlib.suppress(OSError):  # it left, or its handshake failed: its own affair
+        await asyncio.get_running_loop().connect_accepted_socket(front, sock, ssl=tls)
 
 
 # from the configuration to each part's own settings -------------------------------------------------------------------
@@ -496,18 +519,3 @@ def _probing(config: Config) -> ProbeSettings:
         config.discovery.interval,
         HealthSettings(health.fail, health.pass_),
     )
-
-
-def _server_tls(config: Config) -> ssl.SSLContext | None:
-    if config.tls.certificate is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(config.tls.certificate, config.tls.key)
-        if config.tls.client_ca is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
-            context.load_verify_locations(config.tls.client_ca)
-    except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"tls: the certificate, its key or client_ca cannot be used: {error}") from None
-    context.set_alpn_protocols(["http/1.1"])
-    return context

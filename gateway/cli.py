@@ -88,7 +88,9 @@ def serve(config_path: Path | None, **flags: Any) -> int:
     config = load(config_path, overrides)
 
     from gateway.app import serve as serve_until_stopped
+    from gateway.control.reload import check_files
 
+    check_files(config)
     return serve_until_stopped(config, config_path, overrides)
 
 
@@ -106,8 +108,11 @@ def check(config_path: Path) -> int:
     """
     from gateway.config import effective, load
     from gateway.configfile import render
+    from gateway.control.reload import check_files
 
-    click.echo(render(effective(load(config_path))), nl=False)
+    config = load(config_path)
+    check_files(config)
+    click.echo(render(effective(config)), nl=False)
     return 0
 
 

@@ -20,6 +20,7 @@ import ssl
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from gateway import tlscontexts
 from gateway.configvalues import split_url
 from gateway.control.probes import Target
 from gateway.core.backend import Backend
@@ -138,10 +139,7 @@ class Membership:
     def _change(self, inputs: _Inputs) -> None:
         merged = _merged(inputs)
         contexts = dict(inputs.contexts)
-        try:
-            entries = {one.member.name: self._entry(one, inputs.settings, contexts) for one in merged.listed}
-        except OSError as error:  # of which ssl.SSLError is one
-            raise ConfigError(str(error)) from None
+        entries = {one.member.name: self._entry(one, inputs.settings, contexts) for one in merged.listed}
         self._inputs = inputs._replace(taken_out=merged.taken_out, contexts=contexts)
         before, self.entries = self.entries, entries
         for entry in entries.values():
@@ -159,7 +157,7 @@ class Membership:
         self._tell(merged, [e for name, e in entries.items() if name not in before], gone)
 
     def _entry(self, listed: Listed, settings: Settings, contexts: dict[Tls, ssl.SSLContext]) -> Entry:
-        """The entry of a member. Nothing is changed. Raises OSError, where its TLS cannot be set up."""
+        """The entry of a member. Nothing is changed. Raises ConfigError, where its TLS cannot be set up."""
         member, loop = listed.member, asyncio.get_running_loop()
         origin = _origin(member, contexts)
         known = [e for e in self.everyone if (e.member.name, e.member.place) == (member.name, member.place)]
@@ -255,7 +253,7 @@ def _origin(member: Member, contexts: dict[Tls, ssl.SSLContext]) -> Origin:
     if scheme == "https":
         context = contexts.get(member.tls)
         if context is None:
-            context = contexts[member.tls] = _context(member.tls)
+            context = contexts[member.tls] = _context(member)
     host = f"[{address.host}]" if ":" in address.host else address.host
     field = host if address.port == _DEFAULT_PORTS[scheme] else f"{host}:{address.port}"
     found = member.place.address or address.host
@@ -263,15 +261,11 @@ def _origin(member: Member, contexts: dict[Tls, ssl.SSLContext]) -> Origin:
 
 
 def origin_of(member: Member) -> Origin:
-    """Of a member that no other shares anything with. Raises OSError, where its TLS cannot be set up."""
+    """Of a member that no other shares anything with. Raises ConfigError, where its TLS cannot be set up."""
     return _origin(member, {})
 
 
-def _context(tls: Tls) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=tls.ca)
-    if not tls.verify:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    if tls.certificate is not None:
-        context.load_cert_chain(tls.certificate, tls.key)
-    context.set_alpn_protocols(["http/1.1"])
-    return context
+def _context(member: Member) -> ssl.SSLContext:
+    tls = member.tls
+    where = f"the backend {member.name}: tls"
+    return tlscontexts.for_backend(where, tls.ca, tls.certificate, tls.key, verify=tls.verify)

@@ -50,6 +50,7 @@ class Probes:
         self._targets: dict[str, Target] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._cards: dict[str, list[dict[str, Any]]] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
 
     def watch(self, targets: Iterable[Target], settings: ProbeSettings) -> None:
         """Look at these from now on, and at no others. Those that are looked at already, in the same way, are left to
@@ -73,7 +74,11 @@ class Probes:
         """The models of a backend, as it described them itself the last time that it did so in full; if it never has, it
         is asked now."""
         if name not in self._cards and name in self._targets:
-            await self._learn_models(self._targets[name])
+            asking = self._asking.get(name)
+            if asking is None:  # once for all who want to know
+                asking = self._asking[name] = self._tasks.spawn(self._learn_models(self._targets[name]), f"models of {name}")
+                asking.add_done_callback(lambda _: self._asking.pop(name))
+            await asyncio.wait([asking])
         return self._cards.get(name, [])
 
     async def _watch(self, target: Target) -> None:

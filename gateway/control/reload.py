@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import ssl
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gateway import configbackends
+from gateway import configbackends, tlscontexts
 from gateway.config import Config
 from gateway.configbackends import BackendConfig, BackendTls, Dns, Found, Kubernetes
 from gateway.configvalues import Secret, split_url
@@ -42,6 +43,23 @@ def member_of(one: BackendConfig) -> Member:
 def member_of_body(value: object) -> Member:
     """What the admin API was sent. Raises ConfigError."""
     return member_of(configbackends.read_body(value, "the body"))
+
+
+def server_tls(config: Config) -> ssl.SSLContext | None:
+    """What the public listener speaks. Raises ConfigError."""
+    tls = config.tls
+    if tls.certificate is None:
+        return None
+    return tlscontexts.for_clients(str(tls.certificate), str(tls.key), None if tls.client_ca is None else str(tls.client_ca))
+
+
+def check_files(config: Config) -> None:
+    """That the certificates which it names can be used. Raises ConfigError."""
+    server_tls(config)
+    for place, one in enumerate(config.backends):
+        tls = member_of(one).tls
+        if one.scheme == "https":
+            tlscontexts.for_backend(f"backends[{place}].tls", tls.ca, tls.certificate, tls.key, verify=tls.verify)
 
 
 def static_members(config: Config) -> list[Member]:

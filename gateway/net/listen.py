@@ -9,7 +9,7 @@ import socket
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from gateway.errors import ConfigError
 
@@ -62,11 +62,30 @@ def _closed_on_failure(sock: socket.socket) -> Iterator[None]:
         raise
 
 
-def forget(paths: Iterable[str | None]) -> None:
-    """Remove the unix sockets that were listened on."""
-    for path in paths:
-        if path is not None:
-            Path(path).unlink(missing_ok=True)
+class SocketFile(NamedTuple):
+    """A unix socket's file: by its inode, as another process may listen at the same path by now."""
+
+    path: Path
+    device: int
+    inode: int
+
+
+def file_of(sock: socket.socket) -> SocketFile | None:
+    """Of a socket that was bound here."""
+    if sock.family != socket.AF_UNIX:
+        return None
+    path = Path(sock.getsockname())
+    found = path.stat()
+    return SocketFile(path, found.st_dev, found.st_ino)
+
+
+def forget(files: Iterable[SocketFile]) -> None:
+    """Remove those that are still there."""
+    for file in files:
+        with contextlib.suppress(OSError):
+            found = file.path.stat()
+            if (found.st_dev, found.st_ino) == (file.device, file.inode):
+                file.path.unlink()
 
 
 def raise_descriptor_limit() -> None:

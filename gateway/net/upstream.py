@@ -31,6 +31,7 @@ HEAD_MOST = 65536  # octets of a response head; interface.md section 4
 PENDING_MOST = 65536  # octets of the body that are taken in before somebody relays them
 # What one read of a flood can bring at most, and the kernel hide at most; Linux doubles it for its own book-keeping
 RECEIVE_BUFFER = 32768
+NEXT_ADDRESS = 1.0  # seconds in which an address is to take a connection where there is another one
 LARGE = 65536  # octets of a request that may not fit into what the kernels hold
 RESOLVED_FOR = 10.0  # seconds that the addresses of a name are taken for granted
 
@@ -424,12 +425,13 @@ class ConnectionPool:
 
     async def _dial(self, addresses: Addresses) -> Connection:
         error: OSError = OSError("the name has no address")
-        for family, address in addresses:
+        for left, (family, address) in enumerate(addresses, 1 - len(addresses)):
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
                 sock.setblocking(False)
                 sockets.tune(sock, receive_buffer=RECEIVE_BUFFER)
-                await sockets.connect(sock, address)
+                async with asyncio.timeout(NEXT_ADDRESS if left else None):  # the last one has all the time that there is
+                    await sockets.connect(sock, address)
                 connection = await self._wrap(sock)
                 connection.address = address
                 return connection
