@@ -119,8 +119,9 @@ class Membership:
 
     def take_out(self, names: Iterable[str]) -> list[Entry]:
         """By the admin API: these drain, and are gone. Returns those that were there; some may be draining still."""
-        found = [entry for entry in self.everyone if entry.member.name in set(names)]
-        marked = {e.member.name: e.member.place for e in found if e.member.name in self.entries}
+        wanted = set(names)
+        found = [entry for entry in self.everyone if entry.member.name in wanted]
+        marked = {name: entry.member.place for name, entry in self.entries.items() if name in wanted}
         added = {name: member for name, member in self._inputs.added.items() if name not in marked}
         self._change(self._inputs._replace(added=added, taken_out={**self._inputs.taken_out, **marked}))
         return found
@@ -137,9 +138,12 @@ class Membership:
     # putting it in force ----------------------------------------------------------------------------------------------
 
     def _change(self, inputs: _Inputs) -> None:
-        merged = _merged(inputs)
-        contexts = dict(inputs.contexts)
-        entries = {one.member.name: self._entry(one, inputs.settings, contexts) for one in merged.listed}
+        merged, contexts = _merged(inputs), dict(inputs.contexts)
+        known = {(entry.member.name, entry.member.place): entry for entry in self.everyone}
+        entries = {
+            one.member.name: _entry(one, known.get((one.member.name, one.member.place)), inputs.settings, contexts)
+            for one in merged.listed
+        }
         self._inputs = inputs._replace(taken_out=merged.taken_out, contexts=contexts)
         before, self.entries = self.entries, entries
         for entry in entries.values():
@@ -154,21 +158,8 @@ class Membership:
         for entry in before.values():
             if id(entry.connections) not in used:
                 entry.connections.close()
-        self._tell(merged, [e for name, e in entries.items() if name not in before], gone)
-
-    def _entry(self, listed: Listed, settings: Settings, contexts: dict[Tls, ssl.SSLContext]) -> Entry:
-        """The entry of a member. Nothing is changed. Raises ConfigError, where its TLS cannot be set up."""
-        member, loop = listed.member, asyncio.get_running_loop()
-        origin = _origin(member, contexts)
-        known = [e for e in self.everyone if (e.member.name, e.member.place) == (member.name, member.place)]
-        if not known:
-            backend = Backend(member.name, member.place.url, breaker=settings.breaker)
-        else:
-            backend, old = known[0].backend, known[0].connections
-            if old.origin == origin and old.settings == settings.connections and not old.closed:
-                return Entry(member, listed.source, backend, old, known[0].target)
-        target = Target(backend, ConnectionPool(origin, settings.connections, loop))
-        return Entry(member, listed.source, backend, ConnectionPool(origin, settings.connections, loop), target)
+        had = {id(entry.backend) for entry in before.values()}
+        self._tell(merged, [entry for entry in entries.values() if id(entry.backend) not in had], gone)
 
     def _drain(self, entry: Entry) -> None:
         backend = entry.backend
@@ -207,6 +198,21 @@ def _merged(inputs: _Inputs) -> Merged:
     if inputs.fallback is not None and not any(members for _, members in sources):
         sources = [(CONFIGURATION, (inputs.fallback,))]
     return merge(sources, inputs.taken_out)
+
+
+def _entry(listed: Listed, known: Entry | None, settings: Settings, contexts: dict[Tls, ssl.SSLContext]) -> Entry:
+    """The entry of a member; `known`: what there is of it already. Nothing is changed. Raises ConfigError, where its TLS cannot
+    be set up."""
+    member, loop = listed.member, asyncio.get_running_loop()
+    origin = _origin(member, contexts)
+    if known is None:
+        backend = Backend(member.name, member.place.url, breaker=settings.breaker)
+    else:
+        backend, old = known.backend, known.connections
+        if old.origin == origin and old.settings == settings.connections and not old.closed:
+            return Entry(member, listed.source, backend, old, known.target)
+    target = Target(backend, ConnectionPool(origin, settings.connections, loop))
+    return Entry(member, listed.source, backend, ConnectionPool(origin, settings.connections, loop), target)
 
 
 def described(entry: Entry) -> dict[str, Any]:

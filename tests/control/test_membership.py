@@ -278,6 +278,18 @@ class TestTheAdminApi:
         assert house.names == ["a"]
 
 
+    async def test_takes_out_one_whose_name_another_had(self, house: House) -> None:
+        """A backend of that name, elsewhere, is still draining: the one in force is meant."""
+        house.configure(A)
+        lease = house["a"].backend.lease()
+        house.configure(member("a", "http://elsewhere"))
+        assert len(house.membership.take_out(["a"])) == 2
+        assert house.names == []
+        house.configure(member("a", "http://elsewhere"))
+        assert house.names == []
+        lease.release()
+
+
 class TestTheSyntheticEngine:
     async def test_stands_in(self, house: House) -> None:
         house.configure(fallback=A)
@@ -307,3 +319,19 @@ async def test_clashes_are_told_once(house: House, caplog: pytest.LogCaptureFixt
     assert house["a"].source == "dns x"
     house.configure(A, discovered={"dns x": (other,)})
     assert len([r for r in caplog.records if "left out" in r.message]) == 2
+
+
+async def test_changes_are_told_in_one_line(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever is new, whoever leaves and with how much under way; what stays is not told of, and many are not all named."""
+    caplog.set_level("INFO")
+    house.configure(A, B)
+    house["a"].backend.lease()
+    house.configure(member("a", "http://elsewhere"), B)
+    house.configure(member("a", "http://elsewhere"), B)
+    house.membership.snapshot("dns x", [member(f"m{i}") for i in range(9)])
+    named = ", ".join(f"m{i} (dns x)" for i in range(8))
+    assert [r.getMessage() for r in caplog.records] == [
+        "backends: new: a (configuration), b (configuration); 2 in all",
+        "backends: new: a (configuration); leaving: a (configuration) (1 exchanges to end); 2 in all",
+        f"backends: new: {named} and 1 more; 11 in all",
+    ]
