@@ -51,6 +51,7 @@ class Probes:
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._cards: dict[str, list[dict[str, Any]]] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
+        self._ask_again: dict[str, float] = {}
 
     def watch(self, targets: Iterable[Target], settings: ProbeSettings) -> None:
         """Look at these from now on, and at no others. Those that are looked at already, in the same way, are left to
@@ -63,6 +64,7 @@ class Probes:
                 self._watching.pop(name).cancel()
             if (held := self._targets.get(name)) is None or held.backend is not target.backend:
                 self._cards.pop(name, None)
+                self._ask_again.pop(name, None)
         for name, target in self._targets.items():
             if name not in self._watching:
                 self._watching[name] = self._tasks.spawn(self._watch(target), f"probes of {name}")
@@ -75,7 +77,11 @@ class Probes:
         is asked now."""
         if name not in self._cards and name in self._targets:
             asking = self._asking.get(name)
-            if asking is None:  # once for all who want to know
+            if asking is None:  # once for all who want to know, and not again at once where it failed
+                now = time.monotonic()
+                if now < self._ask_again.get(name, 0.0):
+                    return []
+                self._ask_again[name] = now + self._settings.models_interval
                 asking = self._asking[name] = self._tasks.spawn(self._learn_models(self._targets[name]), f"models of {name}")
                 asking.add_done_callback(lambda _: self._asking.pop(name))
             await asyncio.wait([asking])

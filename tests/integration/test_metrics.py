@@ -270,6 +270,7 @@ async def test_a_trace_is_named_where_it_can_be_looked_at(start_gateway: Start, 
         for sample in family.samples
         if sample.exemplar is not None
     }
+    exemplars.discard(("tokenpipe_time_per_output_token_seconds", kept))  # there is one if the events came in several reads
     assert exemplars == {
         ("tokenpipe_time_to_first_token_seconds", kept), ("tokenpipe_request_duration_seconds", kept),
     }  # fmt: skip
