@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from bisect import bisect_left
 from collections import defaultdict
@@ -70,15 +71,20 @@ HISTOGRAMS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A run: what the synthetic upstream does, and what it is asked."""
+    """A run: what the synthetic upstream does, and what it is asked. `concurrency` at once, or `rate` a second."""
 
     name: str
     kind: str
-    concurrency: int
+    concurrency: int | None
     requests: int
     tokens: int = 64
     ttft: str = "0.2"
     itl: str = "0.02"
+    rate: float | None = None
+
+    @property
+    def warmups(self) -> int:
+        return self.concurrency or 8
 
 
 CASES = (
@@ -88,6 +94,7 @@ CASES = (
     Case("completions, 8 at once", "openai", 8, 48),
     Case("chat, 8 at once, drawn times", "openai-chat", 8, 48, 64, "lognormal:0.2:0.3", "lognormal:0.02:0.5"),
     Case("chat, 8 at once, 8 tokens", "openai-chat", 8, 96, 8),
+    Case("chat, 20 a second", "openai-chat", None, 160, rate=20.0),
 )
 ENGINE_CASES = (Case("chat, 4 at once", "openai-chat", 4, 40), Case("completions, 4 at once", "openai", 4, 40))
 
@@ -128,10 +135,11 @@ class Loadtest(Tool):
 
     def flags(self, case: Case, out: Path) -> list[str]:
         """Those of `vllm bench serve`, word for word."""
+        load = ["--request-rate", str(case.rate)] if case.rate else ["--max-concurrency", str(case.concurrency)]
         return [
-            "--backend", case.kind, "--endpoint", PATHS[case.kind], "--model", self.model, "--dataset-name", "random",
+            *load, "--backend", case.kind, "--endpoint", PATHS[case.kind], "--model", self.model, "--dataset-name", "random",
             "--random-input-len", str(PROMPT), "--random-output-len", str(case.tokens), "--num-prompts", str(case.requests),
-            "--num-warmups", str(case.concurrency), "--max-concurrency", str(case.concurrency), "--seed", "7",
+            "--num-warmups", str(case.warmups), "--seed", "7",
             "--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", ",".join(map(str, QUANTILES)),
             "--disable-tqdm", "--save-result", "--result-dir", str(out), "--result-filename", "result.json",
         ]  # fmt: skip
@@ -173,12 +181,13 @@ class EvalScope(Tool):
 
     def command(self, url: str, case: Case, out: Path) -> list[str]:
         lines = out / "prompts.txt"
-        texts = prompts(Dataset(random_input_len=PROMPT, seed=7), case.concurrency + case.requests)
+        texts = prompts(Dataset(random_input_len=PROMPT, seed=7), case.warmups + case.requests)
         lines.write_text("".join(f"{each.text}\n" for each in texts))
+        load = ["--open-loop", "--rate", str(case.rate)] if case.rate else ["--parallel", str(case.concurrency)]
         return [
-            *self.program, "--url", url + PATHS[case.kind], "--api", "openai", "--model", self.model, "--dataset", "custom",
-            "--dataset-path", str(lines), "--number", str(case.requests), "--parallel", str(case.concurrency),
-            "--warmup-num", str(case.concurrency), "--max-tokens", str(case.tokens), "--extra-args", '{"ignore_eos": true}',
+            *self.program, *load, "--url", url + PATHS[case.kind], "--api", "openai", "--model", self.model,
+            "--dataset", "custom", "--dataset-path", str(lines), "--number", str(case.requests),
+            "--warmup-num", str(case.warmups), "--max-tokens", str(case.tokens), "--extra-args", '{"ignore_eos": true}',
             "--no-test-connection", "--outputs-dir", str(out), "--no-timestamp",
         ]  # fmt: skip
 
@@ -209,17 +218,15 @@ def usage_errors(log: str) -> int:
 
 @contextlib.contextmanager
 def running(words: Sequence[str], log: Path) -> Iterator[list[str]]:
-    """A command of tokenpipe's, from when it listens; the addresses that it names."""
+    """A command of tokenpipe's, from when it listens; the addresses that it names. What it says goes to a file: a pipe
+    that nobody reads would stop it once the access log has filled it."""
     with open(log, "wb") as file:
-        process = subprocess.Popen([sys.executable, "-m", "gateway", *words], cwd=ROOT, stdout=file, stderr=subprocess.PIPE)
+        process = subprocess.Popen([sys.executable, "-m", "gateway", *words], cwd=ROOT, stdout=file, stderr=file)
     try:
-        assert process.stderr is not None
-        said = b""
-        while not (found := re.findall(r"(?:listening|admin) on (http://[^\s,]+)", said.decode())):
-            line = process.stderr.readline()
-            if not line:
-                sys.exit(f"tokenpipe {' '.join(words)} ended: {said.decode()}")
-            said += line
+        while not (found := re.findall(r"(?:listening|admin) on (http://[^\s,]+)", log.read_text())):
+            if process.poll() is not None:
+                sys.exit(f"tokenpipe {' '.join(words)} ended: {log.read_text()}")
+            time.sleep(0.05)
         yield found
     finally:
         process.terminate()
