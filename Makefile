@@ -15,7 +15,7 @@ SERVE_PORT = $(if $(and $(filter -c% --config%,$(ARGS)),$(filter file,$(origin P
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help run test lint types bench conformance soak memory test-vllm clean
+.PHONY: help run test lint types bench agreement conformance soak memory test-vllm clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -52,6 +52,9 @@ bench: .venv/run.stamp ## processor time an event and a request, beside nginx's 
 	  exec $(RUN) $(SHARED)/bench/compare.py \
 	    '$(RUN) -m gateway serve --port {port} --admin-port 0 --backend {upstream} --log-level warning' $(ARGS); \
 	else echo 'make bench: there is no $(SHARED)/bench/compare.py here'; fi
+
+agreement: .venv/run.stamp ## the same run by loadtest, vllm bench serve and evalscope perf, half an hour; ARGS='--evalscope PATH'
+	@exec $(RUN) -m tests.bench.agreement $(ARGS)
 
 conformance: .venv/run.stamp ## the conformance kit, if it lies beside this checkout; ARGS='--kind framing'
 	@if [ -f $(SHARED)/conformance/run.py ]; then \
