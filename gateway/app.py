@@ -498,6 +498,7 @@ def _probing(config: Config) -> ProbeSettings:
         health.timeout,
         config.discovery.interval,
         HealthSettings(health.fail, health.pass_),
+        config.balance != "round_robin",
     )
 
 
