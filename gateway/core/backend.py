@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from gateway.core.breaker import Breaker, BreakerSettings
 from gateway.core.breaker import State as BreakerState
-from gateway.core.load import REQUEST, EngineLoad, Penalty
+from gateway.core.load import FOLLOWED, REQUEST, EngineLoad, Penalty
 
 
 class Health(enum.StrEnum):
@@ -75,7 +75,7 @@ class Backend:
         self.name, self.url, self.weight, self.max_in_flight, self.role = name, url, weight, max_in_flight, role
         self.models: tuple[str, ...] = ()  # as it last said itself
         self.in_flight = 0
-        self.tokens = 0  # of the prompts in flight, as far as their size tells
+        self.tokens = 0  # of the prompts that it has not read yet, as far as their size tells
         self.taken = 0  # leases ever given
         self.penalty = Penalty()
         self.engine: EngineLoad | None = None  # what it said of itself, while that is fresh
@@ -116,8 +116,13 @@ class Backend:
 
     def scraped(self, engine: EngineLoad | None, ours: int = 0) -> None:
         """Take in what its engine says, of which `ours` requests may be from here; None: that is not known any more."""
+        if engine is None:
+            self._beyond, self._pressure = 0.0, 1.0
+        else:
+            beyond, before = engine.beyond(ours), self._beyond
+            self._beyond = beyond if self.engine is None else before + FOLLOWED * (beyond - before)
+            self._pressure = engine.pressure
         self.engine = engine
-        self._beyond, self._pressure = (0.0, 1.0) if engine is None else (engine.beyond(ours), engine.pressure)
 
     def load(self, now: float) -> float:
         """In requests (`core.load`)."""
@@ -166,12 +171,17 @@ class Lease:
         if not self._held:
             raise AssertionError(f"a lease on {self.backend.name} was given back twice")
         self._held = False
+        self.prompt_read()
         backend = self.backend
         if self._trial:
             backend.breaker.over(self._trial)
         backend.in_flight -= 1
-        backend.tokens -= self._tokens
         if backend.in_flight < 0:
             raise AssertionError(f"{backend.name} has {backend.in_flight} exchanges in flight")
         if not backend.in_flight and backend.emptied is not None:
             backend.emptied()
+
+    def prompt_read(self) -> None:
+        """The answer has begun: whatever the prompt asked to be computed has been."""
+        self.backend.tokens -= self._tokens
+        self._tokens = 0

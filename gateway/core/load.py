@@ -1,21 +1,27 @@
 """How much a backend has on its hands, in requests: what is known at once, and what its engine said last.
 
-    load = (in flight + prompts / 4096 tokens + others' + waiting) x pressure        + penalty
+    load = (in flight + unread prompts / 1024 tokens + others' + waiting) x pressure        + penalty
 
 What is in flight from here is exact and counts the moment it is sent, so that a figure which is read once a second cannot
-send everybody to the same backend until it is read again. Of an engine's own figures only that is added which cannot be
-known here: requests that others sent it, that some of them wait, and that its cache is nearly full.
+send everybody to the same backend until it is read again. A prompt counts until the first of the answer is here: while an
+engine reads it, nobody else there gets on, and afterwards it is a request like any other. Of an engine's own figures only
+that is added which cannot be known here: requests that others sent it, that some of them wait, and that its cache is nearly
+full.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# A prompt of so many tokens is as much work for an engine as one more request: about what it computes in the time that one
-# request of a few hundred tokens takes of a well-filled batch.
-REQUEST = 4096
+# An unread prompt of so many tokens is as bad for whoever comes next as one more request in flight: what a large GPU reads in
+# some 40 ms. Found by simulation (tests/support/simulation.py): TTFT is best from 512 to 2,048.
+REQUEST = 1024
 TOKENS_MOST = 65_536  # of one prompt: what is larger is mostly pictures, whose octets are no measure of tokens
 OCTETS = 4  # of a request's body to a token, roughly
+
+# How far each new figure is followed. Where several gateways share engines, each would else go by what the others did a second
+# ago, and all of them would swing from one side to the other.
+FOLLOWED = 0.25
 
 KV_HIGH = 0.8  # from this use of its cache on an engine's load counts more, up to double: at 1 it preempts
 HALF_LIFE = 5.0  # seconds

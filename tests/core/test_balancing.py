@@ -169,11 +169,11 @@ def test_penalties_do_not_outlast_success() -> None:
 
 class TestLeastLoaded:
     def test_tokens_count(self) -> None:
-        """A prompt of 40,000 tokens is as ten requests more: short ones go elsewhere until it has ended."""
+        """A prompt of 10,000 tokens is as ten requests more: short ones go elsewhere until it has been read."""
         picks = Picks(Pool(backends(1, 1)))
-        long = picks.pick(tokens=40_000)
+        long = picks.pick(tokens=10_000)
         assert [picks.pick().backend.name for _ in range(9)] == ["b1"] * 9
-        long.release()
+        long.prompt_read()
         assert [picks.pick().backend.name for _ in range(8)] == ["b0"] * 8
 
     def test_an_engines_own_figures_count(self) -> None:

@@ -14,10 +14,14 @@ def backend(**options: object) -> Backend:
 
 
 def test_requests_and_prompts() -> None:
-    """A request is one, and one more for each 4,096 tokens of its prompt; all of it comes back with the lease, exactly."""
+    """A request is one, and one more for each 1,024 tokens of a prompt that is being read; all of it comes back, exactly."""
     found = backend()
     leases = [found.lease(tokens) for tokens in (0, 2048, 8192, 1, 3)]
-    assert found.load(0.0) == 5 + (2048 + 8192 + 4) / 4096
+    assert found.load(0.0) == 5 + (2048 + 8192 + 4) / 1024
+    leases[2].prompt_read()
+    assert found.load(0.0) == 5 + (2048 + 4) / 1024
+    leases[2].prompt_read()
+    assert found.load(0.0) == 5 + (2048 + 4) / 1024
     for lease in leases:
         lease.release()
     assert (found.load(0.0), found.tokens, found.in_flight, found.taken) == (0.0, 0, 0, 5)
@@ -56,6 +60,19 @@ def test_what_the_engine_says(said: EngineLoad, ours: int, load: float) -> None:
     assert found.load(0.0) == pytest.approx(load + said.pressure)
     found.scraped(None)
     assert (found.engine, found.load(0.0)) == (None, 3.0)
+
+
+def test_figures_are_followed_by_and_by() -> None:
+    """A quarter of the way each time, so that nobody runs after each second's news; what is in flight here counts at once."""
+    found = backend()
+    loads = []
+    for running in (8, 0, 0, 0, 8):
+        found.scraped(EngineLoad(running, 0))
+        loads.append(found.load(0.0))
+    assert loads == [8.0, 6.0, 4.5, 3.375, 4.53125]
+    found.scraped(None)
+    found.scraped(EngineLoad(1, 0))
+    assert found.load(0.0) == 1.0
 
 
 class TestPenalty:

@@ -1,8 +1,8 @@
 """Two at random, by weight, and of them the less loaded one (Mitzenmacher, "The Power of Two Choices", 2001).
 
-Where several gateways share backends, and each sees the others' requests only at the next scrape, chance keeps them from all
-choosing the same one meanwhile. Of equals the one is taken that has waited longer, so that shares are even also where nothing
-is in flight.
+Where dozens of gateways share backends, and each sees the others' requests only at the next scrape, chance keeps them from
+all choosing the same one meanwhile. Of equals the one is taken that has waited longer, so that shares are even also where
+nothing is in flight.
 """
 
 from __future__ import annotations
