@@ -1,5 +1,5 @@
 """What each balancing policy does to model engines: `python -m tests.bench.balancing` prints a table and draws
-gateway/docs/balancing.svg. The same figures on every machine (tests/support/simulation.py).
+deploy/balancing.svg. The same figures on every machine (tests/support/simulation.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gateway.core.pool import Pool
 from tests.support.engines import Engine
 from tests.support.simulation import Result, Simulation, Workload, by_last_scrape_alone, quantile
 
-DRAWN = Path(__file__).resolve().parents[2] / "gateway" / "docs" / "balancing.svg"
+DRAWN = Path(__file__).resolve().parents[2] / "deploy" / "balancing.svg"
 POLICIES = ("round_robin", "power_of_two", "least_loaded", "affinity")
 COLOURS = dict(zip(POLICIES, ("#8a8f98", "#c98a2b", "#2f6fb3", "#2e8b57"), strict=True))
 STALE = "by the last scrape alone"
@@ -79,7 +79,6 @@ def draw(found: dict[str, list[Result]], herds: dict[str, Result]) -> None:
         for place in range(8):
             axes.plot([when for when, _ in points], [held[place] for _, held in points], linewidth=0.8)
         axes.set(title=f"requests in each of 8 engines: {name}", ylim=(0, 90), xlabel="seconds", xlim=(15, 35))
-    DRAWN.parent.mkdir(exist_ok=True)
     figure.savefig(DRAWN, metadata={"Date": None})
     text = re.sub(r"\s+$", "", DRAWN.read_text(), flags=re.M)
     DRAWN.write_text(re.sub(r"(\d+\.\d)\d+", r"\1", text) + "\n")
