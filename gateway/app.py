@@ -36,6 +36,7 @@ from gateway.control.operator import Operator
 from gateway.control.probes import Probes, ProbeSettings
 from gateway.control.reload import member_of_body, membership_settings, server_tls, sources_of, static_members
 from gateway.core.admission import Admission
+from gateway.core.affinity import Keys
 from gateway.core.backend import Backend, HealthSettings
 from gateway.core.exchange import Observer
 from gateway.core.inspection import Inspector, TokenRules
@@ -152,7 +153,7 @@ class App:
         admin_socket = self._bind(config.admin.listen)
         if not config.names_backends or config.loadtest.enabled:
             await self._start_synthetic()
-        pool = Pool([], config.balance)
+        pool = Pool([], config.balance, config.affinity.load_factor)
         self.gateway = Gateway(
             _policy(config),
             pool,
@@ -199,7 +200,8 @@ class App:
     def _put_members(self, entries: Collection[Entry]) -> None:
         """A new list of backends, for all who go by it. An engine that only prefills is never picked for a whole request."""
         gateway = self.gateway
-        gateway.pool.apply([e.backend for e in entries if e.backend.role != "prefill"], self.config.balance)
+        backends = [e.backend for e in entries if e.backend.role != "prefill"]
+        gateway.pool.apply(backends, self.config.balance, self.config.affinity.load_factor)
         gateway.connections = {e.member.name: e.connections for e in entries}
         gateway.admission.wake()
         self.probes.watch([e.target for e in entries], _probing(self.config))
@@ -493,6 +495,7 @@ def _policy(config: Config) -> Policy:
         comment=comment,
         coalesce=(config.coalesce.delay, config.coalesce.bytes) if config.coalesce.delay is not None else None,
         step=deadlines.shortest(comment),
+        keys=Keys(config.affinity.by, config.affinity.header) if config.balance == "affinity" else None,
         looks=bool(watched) or tokens != TokenRules() or config.usage == "inject",
     )
 
@@ -518,4 +521,5 @@ def _probing(config: Config) -> ProbeSettings:
         health.timeout,
         config.discovery.interval,
         HealthSettings(health.fail, health.pass_),
+        config.balance != "round_robin",
     )

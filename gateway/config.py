@@ -34,7 +34,9 @@ from gateway.configvalues import (
     Count,
     CountOrZero,
     Delay,
+    Factor,
     Fault,
+    FieldName,
     File,
     Knobs,
     Listen,
@@ -69,8 +71,8 @@ class Tls(Section, frozen=True):
 
 class Affinity(Section, frozen=True):
     by: list[Literal["header", "user", "prefix"]] = msgspec.field(default_factory=lambda: ["header", "user", "prefix"])
-    header: Text = "x-session-id"
-    load_factor: object = 1.25  # a rule of its own when it leaves NOT_YET
+    header: FieldName = "x-session-id"
+    load_factor: Factor = 1.25
 
 
 class Disaggregation(Section, frozen=True):
@@ -245,10 +247,6 @@ NOT_YET: Mapping[str, tuple[object, ...]] = {
     "workers": (1,),
     **{f"backends.{key}": values for key, values in NOT_YET_OF_BACKENDS.items()},
     "models": ({},),
-    "balance": ("least_loaded", "round_robin"),
-    "affinity.by": (["header", "user", "prefix"],),
-    "affinity.header": ("x-session-id",),
-    "affinity.load_factor": (1.25,),
     "disaggregation.connector": ("nixl",),
     "disaggregation.min_prompt_bytes": (0,),
     "disaggregation.hold": (30.0,),
@@ -287,6 +285,12 @@ def _listeners(config: Config) -> Iterator[Clash]:
             return
 
 
+def _affinity(config: Config) -> Iterator[Clash]:
+    by = config.affinity.by
+    if not by or len(set(by)) != len(by):
+        yield "affinity.by", f"found {describe(by)}", "one or more of header, user and prefix, each once"
+
+
 def _max_tokens(config: Config) -> Iterator[Clash]:
     limit = config.limits.max_tokens
     if limit.default is not None and limit.cap is not None and limit.default > limit.cap:
@@ -304,6 +308,7 @@ _CLASHES: tuple[tuple[tuple[str, ...], Callable[[Config], Iterator[Clash]]], ...
     (("backends",), lambda config: backend_clashes(config.backends)),
     (("discovery",), lambda config: discovery_clashes(config.discovery)),
     (("limits",), _max_tokens),
+    (("affinity",), _affinity),
 )
 
 # ---- flags

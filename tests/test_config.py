@@ -258,6 +258,13 @@ URL = "expected http://HOST[:PORT], https://HOST[:PORT] or unix:/PATH"
         ("limits: {request_body: 0}", "FILE, line 1: limits.request_body: found 0; expected a whole number of bytes"),
         ("limits: {queue: true}", "FILE, line 1: limits.queue: found true; expected a whole number from 0 to"),
         ("limits: {in_flight: 0}", "FILE, line 1: limits.in_flight: found 0; expected a whole number from 1 to"),
+        ("affinity: {load_factor: 0.9}", "FILE, line 1: affinity.load_factor: found 0.9; expected a number from 1 to 1000"),
+        ("affinity: {header: 'x session'}", "FILE, line 1: affinity.header: found 'x session'; expected the name of a header"),
+        ("affinity: {by: session}", "FILE, line 1: affinity.by: found 'session'; expected a list"),
+        ("affinity: {by: [ip]}", "FILE, line 1: affinity.by[0]: found 'ip'; expected header, user or prefix"),
+        ("affinity: {by: []}", "FILE, line 1: affinity.by: found []; expected one or more of header, user and prefix"),
+        ("affinity: {by: [user, user]}", "FILE, line 1: affinity.by: found ['user', 'user']; expected one or more of header"),
+        ("balance: fastest", "FILE, line 1: balance: found 'fastest'; expected least_loaded, round_robin, power_of_two"),
         ("retry: {budget: 1.1}", "FILE, line 1: retry.budget: found 1.1; expected a number from 0 to 1"),
         ("retry: {attempts: 0}", "FILE, line 1: retry.attempts: found 0; expected a whole number from 1 to 100"),
         ("workers: 2000", "FILE, line 1: workers: found 2000; expected a whole number from 1 to 1024"),
@@ -431,17 +438,6 @@ REFUSED: list[tuple[str, str]] = [
         "backends[0].models: ['m'] is not supported by this version; expected",
     ),
     ("models: {gpt-4: {route_to: []}}", "models: a mapping is not supported by this version; expected {}"),
-    (
-        "balance: affinity",
-        "balance: 'affinity' is not supported by this version; expected 'least_loaded' or 'round_robin'",
-    ),
-    ("balance: power_of_two", "balance: 'power_of_two' is not supported by this version; expected 'least_loaded' or"),
-    (
-        "affinity: {by: [user]}",
-        "affinity.by: ['user'] is not supported by this version; expected ['header', 'user', 'prefix']",
-    ),
-    ("affinity: {header: x-user}", "affinity.header: 'x-user' is not supported by this version; expected"),
-    ("affinity: {load_factor: 2}", "affinity.load_factor: 2 is not supported by this version; expected 1.25"),
     ("disaggregation: {connector: mooncake}", "disaggregation.connector: 'mooncake' is not supported by this version"),
     ("disaggregation: {min_prompt_bytes: 1}", "disaggregation.min_prompt_bytes: 1 is not supported by this version"),
     ("disaggregation: {hold: 3}", "disaggregation.hold: 3.0 is not supported by this version; expected 30"),
@@ -787,7 +783,8 @@ def test_round_trip(loaded: Load) -> None:
         "listen: ['0.0.0.0:80', unix:/run/a]\n"
         "backends: [{url: https://a, weight: 3, tls: {verify: false}}, {url: unix:/b c, max_in_flight: 4}]\n"
         "timeouts: {idle: 0.25, total: 1e3}\nlimits: {max_tokens: {default: 5, cap: 50, over: reject}}\n"
-        "balance: round_robin\npaths: {allow: [/x/, /y], deny: ['/v1/*']}\nhealth: {pass: 9}\nusage: inject\n"
+        "balance: affinity\naffinity: {by: [prefix, header], header: X-Chat, load_factor: 2}\n"
+        "paths: {allow: [/x/, /y], deny: ['/v1/*']}\nhealth: {pass: 9}\nusage: inject\n"
         "metrics: {labels: []}\nmock: {ttft: 'lognormal:0.2:0.5'}\nlog: {format: json}\nloadtest: {enabled: true}"
     )
     assert loaded(render(effective(config))) == config
@@ -830,9 +827,8 @@ def test_the_example_has_every_key_that_works() -> None:
     written = {path for name in (EXAMPLE, EXAMPLE.with_name("discovery.yaml"))
                for path in _paths(yaml.safe_load(name.read_text()))}  # fmt: skip
     sections = {path.rpartition(".")[0] for path in known_paths(Config)}
-    partly = {"balance"}  # of its values some work
     for path in known_paths(Config):
-        works = path.replace("[]", "") not in NOT_YET or path in partly
+        works = path.replace("[]", "") not in NOT_YET
         leaf = path not in sections and f"{path}[]" not in sections
         if leaf:
             assert (path in written) == works, path

@@ -232,6 +232,7 @@ def described(entry: Entry) -> dict[str, Any]:
         "weight": b.weight,
         "connections": entry.connections.size,
         "models": list(b.models),
+        "engine": b.engine._asdict() if b.engine is not None else None,
     }
 
 

@@ -1,4 +1,5 @@
-"""Looking at backends: whether each is well, and which models it serves. Nothing here generates a token.
+"""Looking at backends: whether each is well, which models it serves, and (`scrapes`) how much its engine has on its hands.
+Nothing here generates a token.
 
 One task a backend, each on its own clock, so that a backend that hangs delays nobody's probe. What is learnt is written
 on the backend; the data path reads it there.
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from gateway.control.scrapes import Scrapes
 from gateway.core.backend import Backend, Health, HealthSettings
 from gateway.errors import GatewayError, UpstreamFailed
 from gateway.net.fetch import fetch
@@ -31,6 +33,7 @@ class ProbeSettings(NamedTuple):
     timeout: float = 2.0
     models_interval: float = 5.0
     thresholds: HealthSettings = HealthSettings()
+    scraped: bool = False  # the balancing goes by what engines say of their load
 
 
 class Target(NamedTuple):
@@ -46,6 +49,7 @@ class Probes:
     def __init__(self, changed: Callable[[], None]):
         self._changed = changed  # some backend's health has
         self._tasks = Tasks()
+        self._scrapes = Scrapes()
         self._settings = ProbeSettings()
         self._targets: dict[str, Target] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
@@ -68,9 +72,13 @@ class Probes:
         for name, target in self._targets.items():
             if name not in self._watching:
                 self._watching[name] = self._tasks.spawn(self._watch(target), f"probes of {name}")
+        # with one backend there is nothing to choose
+        scraped = self._targets.values() if settings.scraped and len(self._targets) > 1 else ()
+        self._scrapes.watch(scraped, settings.timeout)
 
     async def stop(self) -> None:
         await self._tasks.stop()
+        await self._scrapes.stop()
 
     async def cards(self, name: str) -> list[dict[str, Any]]:
         """The models of a backend, as it described them itself the last time that it did so in full; if it never has, it

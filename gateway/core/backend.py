@@ -20,12 +20,16 @@ from typing import NamedTuple
 
 from gateway.core.breaker import Breaker, BreakerSettings
 from gateway.core.breaker import State as BreakerState
+from gateway.core.load import FOLLOWED, REQUEST, EngineLoad, Penalty
 
 
 class Health(enum.StrEnum):
     UNKNOWN = "unknown"
     UP = "up"
     DOWN = "down"
+
+
+_DOWN = Health.DOWN  # looked up once: see core.head
 
 
 class HealthSettings(NamedTuple):
@@ -37,18 +41,23 @@ class HealthSettings(NamedTuple):
 
 class Backend:
     __slots__ = (
+        "_beyond",
+        "_pressure",
         "_probes",
         "breaker",
-        "credit",
         "draining",
         "emptied",
+        "engine",
         "health",
         "in_flight",
         "max_in_flight",
         "models",
         "name",
+        "penalty",
         "picked",
         "role",
+        "taken",
+        "tokens",
         "url",
         "weight",
     )
@@ -66,17 +75,21 @@ class Backend:
         self.name, self.url, self.weight, self.max_in_flight, self.role = name, url, weight, max_in_flight, role
         self.models: tuple[str, ...] = ()  # as it last said itself
         self.in_flight = 0
+        self.tokens = 0  # of the prompts that it has not read yet, as far as their size tells
+        self.taken = 0  # leases ever given
+        self.penalty = Penalty()
+        self.engine: EngineLoad | None = None  # what it said of itself, while that is fresh
+        self._beyond, self._pressure = 0.0, 1.0
         self.health = Health.UNKNOWN
         self.breaker = Breaker(breaker)
-        self.picked = 0  # the turn in which it was last picked
-        self.credit = 0.0  # of the smooth weighted round robin
+        self.picked = 0.0  # when it was last picked
         self.draining = False
         self.emptied: Callable[[], None] | None = None  # called when the last lease is given back
         self._probes = 0  # consecutive ones: well above zero, ill below
 
     @property
     def routable(self) -> bool:
-        return self.health is not Health.DOWN and not self.draining
+        return self.health is not _DOWN and not self.draining
 
     @property
     def full(self) -> bool:
@@ -101,9 +114,43 @@ class Backend:
             self.health = Health.UP
         return self.health is not before
 
-    def lease(self) -> Lease:
+    def scraped(self, engine: EngineLoad | None, ours: int = 0) -> None:
+        """Take in what its engine says, of which `ours` requests may be from here; None: that is not known any more."""
+        if engine is None:
+            self._beyond, self._pressure = 0.0, 1.0
+        else:
+            beyond, before = engine.beyond(ours), self._beyond
+            self._beyond = beyond if self.engine is None else before + FOLLOWED * (beyond - before)
+            self._pressure = engine.pressure
+        self.engine = engine
+
+    def load(self, now: float) -> float:
+        """In requests (`core.load`)."""
+        load = (self.in_flight + self.tokens / REQUEST + self._beyond) * self._pressure
+        return load + self.penalty.at(now) if self.penalty.value else load
+
+    def failed(self, now: float) -> None:
+        """An exchange failed, by the backend's fault."""
+        self.breaker.failed(now)
+        self.penalty.failed(now)
+        if self.breaker.state is BreakerState.OPEN:
+            self.penalty.value = 0.0  # it gets nothing, and then one trial
+
+    def answered(self, status: int, now: float) -> None:
+        """An exchange came to an end that was the backend's own choice. That it is full, or an error of its own, is no reason
+        to eject it, nor to prefer it."""
+        self.breaker.succeeded()
+        if status == 429 or status >= 500:
+            self.penalty.failed(now)
+        else:
+            self.penalty.succeeded()
+
+    def lease(self, tokens: int = 0) -> Lease:
+        """For one exchange, whose prompt has about so many tokens."""
+        self.taken += 1
         self.in_flight += 1
-        return Lease(self, self.breaker.sent())
+        self.tokens += tokens
+        return Lease(self, self.breaker.sent(), tokens)
 
     def __repr__(self) -> str:
         return f"<Backend {self.name} {self.state} in_flight={self.in_flight}>"
@@ -115,19 +162,26 @@ class Lease:
     `trial`: of a half-open breaker, whose number it is. It ends with the lease, whatever became of it.
     """
 
-    __slots__ = ("_held", "_trial", "backend")
+    __slots__ = ("_held", "_tokens", "_trial", "backend")
 
-    def __init__(self, backend: Backend, trial: int = 0):
-        self.backend, self._trial, self._held = backend, trial, True
+    def __init__(self, backend: Backend, trial: int = 0, tokens: int = 0):
+        self.backend, self._trial, self._tokens, self._held = backend, trial, tokens, True
 
     def release(self) -> None:
         if not self._held:
             raise AssertionError(f"a lease on {self.backend.name} was given back twice")
         self._held = False
+        self.prompt_read()
+        backend = self.backend
         if self._trial:
-            self.backend.breaker.over(self._trial)
-        self.backend.in_flight -= 1
-        if self.backend.in_flight < 0:
-            raise AssertionError(f"{self.backend.name} has {self.backend.in_flight} exchanges in flight")
-        if not self.backend.in_flight and self.backend.emptied is not None:
-            self.backend.emptied()
+            backend.breaker.over(self._trial)
+        backend.in_flight -= 1
+        if backend.in_flight < 0:
+            raise AssertionError(f"{backend.name} has {backend.in_flight} exchanges in flight")
+        if not backend.in_flight and backend.emptied is not None:
+            backend.emptied()
+
+    def prompt_read(self) -> None:
+        """The answer has begun: whatever the prompt asked to be computed has been."""
+        self.backend.tokens -= self._tokens
+        self._tokens = 0

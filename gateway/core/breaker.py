@@ -25,6 +25,10 @@ class State(enum.StrEnum):
     HALF_OPEN = "half_open"
 
 
+# Looked up once: see core.head.
+_CLOSED, _OPEN, _HALF_OPEN = State
+
+
 class BreakerSettings(NamedTuple):
     failures: int = 5
     window: float = 30.0
@@ -36,7 +40,7 @@ class Breaker:
 
     def __init__(self, settings: BreakerSettings):
         self.settings = settings
-        self.state = State.CLOSED
+        self.state = _CLOSED
         self._failed_at: deque[float] = deque()
         self._opened_at = 0.0
         self._trial = 0  # half open: which trial is under way; 0: none
@@ -44,22 +48,17 @@ class Breaker:
 
     def allows(self, now: float) -> bool:
         """Whether a request may be sent. Says so of a half-open breaker until `sent` is called."""
-        if self.state is State.CLOSED:
+        if self.state is _CLOSED:
             while self._failed_at and now - self._failed_at[0] > self.settings.window:
                 self._failed_at.popleft()
             return True
-        if self.state is State.OPEN and now - self._opened_at >= self.settings.open:
-            self.state, self._trial = State.HALF_OPEN, 0
-        return self.state is State.HALF_OPEN and not self._trial
-
-    @property
-    def doubt(self) -> int:
-        """Failures of late, as of the last `allows`, and no success since."""
-        return len(self._failed_at)
+        if self.state is _OPEN and now - self._opened_at >= self.settings.open:
+            self.state, self._trial = _HALF_OPEN, 0
+        return self.state is _HALF_OPEN and not self._trial
 
     def sent(self) -> int:
         """A request is to be sent. Returns the number of the trial that it is, to be given to `over`; 0: none."""
-        if self.state is not State.HALF_OPEN or self._trial:
+        if self.state is not _HALF_OPEN or self._trial:
             return 0
         self._trials += 1
         self._trial = self._trials
@@ -71,14 +70,14 @@ class Breaker:
             self._trial = 0
 
     def succeeded(self) -> None:
-        if self.state is not State.OPEN:  # an answer to what was sent before it opened closes nothing
-            self.state, self._trial = State.CLOSED, 0
+        if self.state is not _OPEN:  # an answer to what was sent before it opened closes nothing
+            self.state, self._trial = _CLOSED, 0
             self._failed_at.clear()
 
     def failed(self, now: float) -> None:
-        if self.state is State.HALF_OPEN:
+        if self.state is _HALF_OPEN:
             self._trip(now)
-        elif self.state is State.CLOSED:
+        elif self.state is _CLOSED:
             self._failed_at.append(now)
             while len(self._failed_at) > self.settings.failures:
                 self._failed_at.popleft()
@@ -86,7 +85,7 @@ class Breaker:
                 self._trip(now)
 
     def _trip(self, now: float) -> None:
-        self.state, self._opened_at, self._trial = State.OPEN, now, 0
+        self.state, self._opened_at, self._trial = _OPEN, now, 0
         self._failed_at.clear()
 
     def __repr__(self) -> str:

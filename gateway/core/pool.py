@@ -8,15 +8,16 @@ from gateway.core.backend import Backend, Health, Lease
 from gateway.core.balancing import POLICIES
 from gateway.errors import Refusal
 
+_DOWN = Health.DOWN  # looked up once: see core.head
+
 
 class Pool:
-    def __init__(self, backends: Sequence[Backend], balance: str = "least_loaded"):
-        self._turn = 0
-        self.apply(backends, balance)
+    def __init__(self, backends: Sequence[Backend], balance: str = "least_loaded", load_factor: float = 1.25):
+        self.apply(backends, balance, load_factor)
 
-    def apply(self, backends: Sequence[Backend], balance: str) -> None:
+    def apply(self, backends: Sequence[Backend], balance: str, load_factor: float = 1.25) -> None:
         """A new membership, whole. Backends that stay are the same objects, with all that is known of them."""
-        self.backends, self._policy = list(backends), POLICIES[balance]
+        self.backends, self._policy = list(backends), POLICIES[balance](backends, load_factor)
         self._limited = any(b.max_in_flight is not None for b in self.backends)
         self._only = self.backends[0] if len(self.backends) == 1 and not self._limited else None
 
@@ -31,20 +32,35 @@ class Pool:
             return True
         return any(not b.full for b in self.backends if b.routable) or not self.routable
 
-    def pick(self, now: float, tried: Sequence[Backend] = ()) -> Lease | None:
-        """A lease on a backend that is not among `tried`; None where there is none, or none with room."""
+    def pick(
+        self,
+        now: float,
+        tried: Sequence[Backend] = (),
+        *,
+        key: float | None = None,
+        tokens: int = 0,
+        chance: float = 0.0,
+    ) -> Lease | None:
+        """A lease on a backend that is not among `tried`; None where there is none, or none with room.
+
+        `key`, `chance`: as the policy takes them (`balancing.base`). `tokens`: of the prompt, about.
+        """
         only = self._only
-        if only is not None and only.health is not Health.DOWN and not tried:
+        if only is not None and only.health is not _DOWN and not tried:
             only.breaker.allows(now)  # the last one is never taken out, but is to be told of the time
-            return only.lease()
-        routable = [b for b in self.backends if b.routable and b not in tried]
-        allowed = [b for b in routable if b.breaker.allows(now)]
-        # where breakers leave nobody, they are not obeyed: a doubtful backend is better than none
-        candidates = [b for b in allowed if not b.full] or [b for b in (() if tried else routable) if not b.full]
-        if not candidates:
+            return only.lease(tokens)
+
+        def fit(backend: Backend) -> bool:
+            return backend.routable and backend not in tried and not backend.full and backend.breaker.allows(now)
+
+        chosen = self._policy.choose(fit, now, chance, key)
+        if chosen is None and not tried:
+            # where breakers leave nobody, they are not obeyed: a doubtful backend is better than none
+            chosen = self._policy.choose(lambda b: b.routable and not b.full, now, chance, key)
+        if chosen is None:
             return None
-        self._turn += 1
-        return self._policy(candidates, self._turn).lease()
+        chosen.picked = now
+        return chosen.lease(tokens)
 
     def nobody(self) -> Refusal:
         """Why there is no backend to be picked."""

@@ -17,6 +17,7 @@ from gateway.core.framing import LAST_CHUNK, frame
 from gateway.core.head import Framing, RequestHead
 from gateway.core.inspection import not_json
 from gateway.core.jsonbody import Members, NotAnObject
+from gateway.core.load import prompt_tokens
 from gateway.core.outcome import Outcome
 from gateway.core.routing import Route
 from gateway.errors import Ended, Refusal
@@ -70,7 +71,8 @@ async def read(call: Call, head: RequestHead, route: Route) -> Upload:
     assert body is not None
     looks = _looks(policy, head, route)
     whole = looks and policy.inspector.edits(route.path)
-    most = policy.request_body if whole else HELD_JSON if looks else HELD_OTHER
+    keyed = route.json and policy.keys is not None and policy.keys.asks_for_body(head.fields)
+    most = policy.request_body if whole else HELD_JSON if looks or keyed else HELD_OTHER
     if b"expect" in head.named and head.minor and not body.total_bytes:
         call.write(CONTINUE)
     pieces, size = [], 0
@@ -90,6 +92,15 @@ async def read(call: Call, head: RequestHead, route: Route) -> Upload:
     _feed(members, held)
     exchange.model, exchange.stream = policy.inspector.facts(members.found)
     return Upload(held, length, kept=False, members=members)
+
+
+def weigh(call: Call, head: RequestHead, route: Route, upload: Upload) -> None:
+    """What the choice of a backend goes by: how long the prompt is, and what it is kept together with others by."""
+    if route.json:
+        call.tokens = prompt_tokens(upload.length or len(upload.held))
+    keys = call.policy.keys
+    if keys is not None:
+        call.key = keys.find(head.fields, route.path, upload.held if upload.kept and route.json else b"")
 
 
 def _looked_into(call: Call, route: Route, body: bytes) -> Upload:

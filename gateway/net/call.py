@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from typing import NamedTuple
 
+from gateway.core.affinity import Keys
 from gateway.core.backend import Lease
 from gateway.core.dialects import DEFAULT, Dialect
 from gateway.core.exchange import Exchange
@@ -36,6 +37,7 @@ class Policy:
     comment: float | None = None  # keepalive_comment.interval
     coalesce: tuple[float, int] | None = None  # seconds, octets
     looks: bool = True  # some rule needs the body to be looked into
+    keys: Keys | None = None  # what requests are kept together by, where the balancing asks for it
     step: float = 60.0  # seconds after which a running exchange is first looked at (`Timeouts.shortest`)
 
 
@@ -65,6 +67,8 @@ class Call:
     interrupted: Ended | None = None
     slot = False  # of the admission
     usage_asked = False  # by the gateway, not by the client
+    key: float | None = None  # what it is kept together with others by
+    tokens = 0  # of its prompt, about
     lease: Lease | None = None
     connections: ConnectionPool | None = None  # of the leased backend, as it was when the lease was taken
     connection: Connection | None = None

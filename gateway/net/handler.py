@@ -92,6 +92,7 @@ class Gateway:
         try:
             head, route = self._accept(call)
             upload = body.at_hand(call, head, route) or await body.read(call, head, route)
+            body.weigh(call, head, route, upload)
             if not self.admission.enter():
                 await self._queue(call)
             call.slot = True
@@ -260,7 +261,7 @@ class Gateway:
     def _pick(self, call: Call, tried: Sequence[Backend] = ()) -> Lease | None:
         """A lease, and in the same step the connections that belong to it: a reload may come at any await."""
         pool, connections = self._backends(call)
-        lease = pool.pick(time.monotonic(), tried)
+        lease = pool.pick(time.monotonic(), tried, key=call.key, tokens=call.tokens, chance=random.random())
         if lease is not None:
             call.connections = connections[lease.backend.name]
         return lease
@@ -332,10 +333,13 @@ class Gateway:
             raise
 
     def _attempt_failed(self, call: Call, backend: Backend, failure: UpstreamFailed | EngineRefused) -> None:
-        """What one attempt's failure says of its backend. That a kept connection was stale says nothing, nor does an
-        error that the backend chose to send."""
-        if isinstance(failure, UpstreamFailed) and failure.code != "stale_connection":
-            backend.breaker.failed(time.monotonic())
+        """What one attempt's failure says of its backend. That a kept connection was stale says nothing, and an error that
+        the backend chose to send does not eject it."""
+        if isinstance(failure, EngineRefused):
+            if failure.status >= 500:
+                backend.penalty.failed(time.monotonic())
+        elif failure.code != "stale_connection":
+            backend.failed(time.monotonic())
             self.observer.failed(call.exchange, failure.code)
         self._let_go(call)
 
@@ -394,6 +398,7 @@ class Gateway:
             kind == b"text/event-stream",
             edit,
             call.policy.coalesce,
+            call.lease.prompt_read if call.lease is not None else None,
         )
         octets = headers.client_head(
             response,
@@ -526,13 +531,13 @@ class Gateway:
         if not exchange.committed:
             return
         if outcome is _COMPLETE:
-            backend.breaker.succeeded()
+            backend.answered(200, time.monotonic())
         elif outcome in BACKEND_FAILURES:
-            backend.breaker.failed(time.monotonic())
+            backend.failed(time.monotonic())
             assert outcome is not None
             self.observer.failed(exchange, outcome.value)
         elif outcome not in _SAYS_NOTHING:
-            backend.breaker.succeeded()
+            backend.answered(exchange.status or 0, time.monotonic())
 
     # the gateway's own page -------------------------------------------------------------------------------------------
 

@@ -48,8 +48,8 @@ class Edit(Protocol):
 
 class Relay:
     __slots__ = (
-        "_as_it_comes", "_attached", "_before", "_edit", "_joined", "_learnt", "_write", "body_octets", "client", "connection",
-        "done", "event_stream", "exchange", "framing", "last", "meter", "observer", "paused", "reader", "said",
+        "_as_it_comes", "_attached", "_before", "_begun", "_edit", "_joined", "_learnt", "_write", "body_octets", "client",
+        "connection", "done", "event_stream", "exchange", "framing", "last", "meter", "observer", "paused", "reader", "said",
     )  # fmt: skip
 
     def __init__(
@@ -65,6 +65,7 @@ class Relay:
         event_stream: bool = False,
         edit: Edit | None = None,
         coalesce: tuple[float, int] | None = None,
+        begun: Callable[[], None] | None = None,
     ):
         self.exchange, self.client, self.connection, self.reader = exchange, client, connection, reader
         self.framing, self.meter, self.observer, self._edit = to_client, meter, observer, edit
@@ -76,6 +77,7 @@ class Relay:
         self.done: asyncio.Future[None] = client.loop.create_future()
         self.body_octets = 0
         self.last = now  # when the upstream last sent anything
+        self._begun = begun  # to be told of the body's first octets
         self.said = 0.0  # when a comment of ours was last put in
         # the reader's own output is what the client gets: nothing is edited, and both sides have the same framing
         self._as_it_comes = edit is None and (to_client is CHUNKED or type(reader) is LengthReader)
@@ -140,6 +142,8 @@ class Relay:
         pieces = reader.feed(data)
         if exchange.first_byte is None and pieces:
             exchange.first_byte = now
+            if self._begun is not None:
+                self._begun()
         out = reader.out if self._as_it_comes else self._encoded(pieces)
         if out:
             if self._before:

@@ -149,15 +149,17 @@ def test_random_operations(balance: str, seed: int) -> None:
         if step < 0.45:
             fit = [b for b in pool.backends if b.routable and not b.full]
             promised = pool.has_room and pool.routable
-            lease = pool.pick(now)
+            lease = pool.pick(now, key=chance.choice([None, chance.random()]), chance=chance.random())
             assert bool(lease) == promised, f"fit: {fit}"
             if lease:
                 assert lease.backend in fit
                 out.append(lease)
         elif step < 0.85 and out:
             lease = out.pop(chance.randrange(len(out)))
-            breaker = lease.backend.breaker
-            chance.choice([breaker.succeeded, functools.partial(breaker.over, 1), functools.partial(breaker.failed, now)])()
+            backend = lease.backend
+            well, refused = (functools.partial(backend.answered, status, now) for status in (200, 503))
+            failed, over = functools.partial(backend.failed, now), functools.partial(backend.breaker.over, 1)
+            chance.choice([well, refused, failed, over])()
             lease.release()
         else:
             chance.choice(pool.backends).probed(chance.random() < 0.6, HealthSettings(2, 2))

@@ -73,16 +73,16 @@ async def reached(gateway: Gateway, count: int, **wanted: str) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("balance", ["least_loaded", "round_robin"])
-async def test_short_requests_are_spread_evenly(start_gateway: Start, balance: str) -> None:
-    """400 sequential requests on 4 backends: 100 each."""
+@pytest.mark.parametrize(("balance", "margin"), [("least_loaded", 0), ("round_robin", 0), ("power_of_two", 20)])
+async def test_short_requests_are_spread_evenly(start_gateway: Start, balance: str, margin: int) -> None:
+    """400 sequential requests on 4 backends: 25 % each, or within 5 points where chance has a part in it."""
     async with fleet(4) as backends:
         gateway = await start_gateway(config={"balance": balance}, backends=urls(backends))
         client = await gateway.connect()
         for _ in range(400):
             assert (await client.ask()).status == 200
         client.fin()
-        assert served(backends) == [100] * 4
+        assert all(abs(count - 100) <= margin for count in served(backends)), served(backends)
 
 
 async def test_least_loaded_avoids_the_busy(start_gateway: Start) -> None:

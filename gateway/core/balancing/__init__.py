@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from gateway.core.balancing.affinity import Affinity
+from gateway.core.balancing.base import Policy
+from gateway.core.balancing.least_loaded import LeastLoaded
+from gateway.core.balancing.power_of_two import PowerOfTwo
+from gateway.core.balancing.round_robin import RoundRobin
 
-from gateway.core.backend import Backend
-from gateway.core.balancing.least_loaded import least_loaded
-from gateway.core.balancing.round_robin import round_robin
-
-# Candidates are never empty. A policy chooses, and changes nothing but its own marks on them.
-Policy = Callable[[Sequence[Backend], int], Backend]
-
-POLICIES: dict[str, Policy] = {"least_loaded": least_loaded, "round_robin": round_robin}
+POLICIES: dict[str, type[Policy]] = {
+    "least_loaded": LeastLoaded,
+    "round_robin": RoundRobin,
+    "power_of_two": PowerOfTwo,
+    "affinity": Affinity,
+}

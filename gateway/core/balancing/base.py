@@ -1,0 +1,45 @@
+"""What every policy has: it chooses among the backends of a pool, as it was given them when the membership last changed."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+
+from gateway.core.backend import Backend
+
+Fit = Callable[[Backend], bool]  # whether a backend may take this exchange
+
+
+class Policy(abc.ABC):
+    """Made anew with each membership; `load_factor` is affinity's. It changes nothing but its own marks."""
+
+    __slots__ = ("backends",)
+
+    def __init__(self, backends: Sequence[Backend], load_factor: float = 1.25):
+        self.backends = list(backends)
+
+    @abc.abstractmethod
+    def choose(self, fit: Fit, now: float, chance: float, key: float | None) -> Backend | None:
+        """A backend that is fit; None where there is none.
+
+        `now`: the clock. `chance`: a random number from 0 to 1. `key`: what the exchange is to be kept together by, as a
+        number from 0 to 1; None where it has no such thing.
+        """
+
+
+class InTurn(Policy):
+    """A policy that goes round, and begins where the pool has not been for the longest time."""
+
+    __slots__ = ("_next", "_twice")
+
+    def __init__(self, backends: Sequence[Backend], load_factor: float = 1.25):
+        super().__init__(backends, load_factor)
+        self._twice = list(enumerate(self.backends, 1)) * 2
+        self._next = min(range(len(self.backends)), key=lambda i: self.backends[i].picked, default=0)
+
+    def round(self) -> list[tuple[int, Backend]]:
+        """All of them from the next one on, each with the number to begin with once it has been chosen."""
+        return self._twice[self._next : self._next + len(self.backends)]
+
+    def after(self, number: int) -> None:
+        self._next = number % len(self.backends)
