@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -75,8 +76,7 @@ HISTOGRAMS = {
 class Case:
     """A run: what the synthetic upstream does, and what it is asked. `concurrency` at once, or `rate` a second.
 
-    `in_step`: all that are under way begin in one instant, and so does the next wave. A client that needs half a millisecond
-    to send a request sends the last of 32 late, and its TTFT is as much too long: its own cost, and no disagreement.
+    `apart`: rows that are shown and not judged, for the case is there to show how far the tools are apart in them.
     """
 
     name: str
@@ -87,7 +87,8 @@ class Case:
     ttft: str = "0.2"
     itl: str = "0.02"
     rate: float | None = None
-    in_step: bool = False
+    knobs: tuple[str, ...] = ()  # `--set` of the synthetic upstream
+    apart: tuple[str, ...] = ()
     cold: bool = False  # no requests before, so that the gateway's means are of the same requests as the client's
 
     @property
@@ -98,13 +99,18 @@ class Case:
 CASES = (
     Case("chat, 1 at once", "openai-chat", 1, 12),
     Case("chat, 8 at once", "openai-chat", 8, 48),
-    Case("chat, 32 at once, in step", "openai-chat", 32, 128, in_step=True),
+    # A whole wave begins in one instant. A client that takes half a millisecond to send a request sends the last one late.
+    Case("chat, 32 at once, in step", "openai-chat", 32, 128, apart=("TTFT mean", "TTFT p50")),
     Case("chat, 32 at once, drawn times", "openai-chat", 32, 192, 64, "lognormal:0.2:0.3", "lognormal:0.02:0.5"),
     Case("completions, 8 at once", "openai", 8, 48),
     Case("chat, 8 at once, drawn times", "openai-chat", 8, 48, 64, "lognormal:0.2:0.3", "lognormal:0.02:0.5"),
     Case("chat, 8 at once, 8 tokens", "openai-chat", 8, 96, 8),
     Case("chat, 20 a second", "openai-chat", None, 160, rate=20.0),
-)
+    Case("chat, 8 at once, tokens without text", "openai-chat", 8, 24, knobs=("text=multibyte",),
+         apart=("TTFT mean", "TTFT p50", "TPOT mean", "ITL p50")),
+    Case("chat, 8 at once, role chunk at once", "openai-chat", 8, 24, knobs=("role=early",),
+         apart=("TTFT mean", "TTFT p50", "TPOT mean")),
+)  # fmt: skip
 ENGINE_CASES = (
     Case("engine, chat, 1 at once", "openai-chat", 1, 40, cold=True),
     Case("engine, chat, 4 at once", "openai-chat", 4, 80, cold=True),
@@ -253,6 +259,7 @@ def endpoint(case: Case, engine: str | None, model: str, way: str, folder: Path)
         backend = engine
         if backend is None:
             words = ["mock", "--port", "0", "--model", model, "--ttft", case.ttft, "--itl", case.itl]
+            words += [word for knob in case.knobs for word in ("--set", knob)]
             (backend,) = stack.enter_context(running(words, folder / "mock.log"))
         if way == "direct":
             yield backend, None
@@ -292,7 +299,7 @@ def scrape(admin: str) -> dict[str, Observed]:
                 found[names[family.name]].cumulative[float(sample.labels["le"]) * 1e3] += sample.value
             elif family.name in names and sample.name.endswith("_sum"):
                 found[names[family.name]].total += sample.value * 1e3
-    return found
+    return {metric: seen for metric, seen in found.items() if seen.cumulative}
 
 
 def distance(edges: Sequence[tuple[float, float]], percent: float, value: float) -> int:
@@ -385,7 +392,7 @@ def histograms(all_found: Sequence[Found]) -> Iterator[str]:
     yield "| | same bucket | the next one | further off |"
     yield "|---|---|---|---|"
     counted: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    for found in all_found:
+    for found in (each for each in all_found if not each.case.knobs):
         for _, figure, apart in found.distances:
             counted[figure][min(apart, 2)] += 1
     for figure, counts in counted.items():
@@ -400,8 +407,9 @@ def same_run(all_found: Sequence[Found], tools: Sequence[Tool]) -> Iterator[str]
         for metric in HISTOGRAMS:
             cells = []
             for tool in tools:
-                client, gateway = map(statistics.median, zip(*found.means[tool.name, metric], strict=True))
-                apart = statistics.median(c / g - 1 for c, g in found.means[tool.name, metric])
+                pairs = found.means[tool.name, metric] or [(math.nan, math.nan)]  # none: no stream had one
+                client, gateway = map(statistics.median, zip(*pairs, strict=True))
+                apart = statistics.median(c / g - 1 for c, g in pairs)
                 cells.append(f"{client:.2f} / {gateway:.2f} ({apart:+.1%})")
             yield f"| {found.case.name}: {metric} | {' | '.join(cells)} |"
 
@@ -423,14 +431,13 @@ def complaints(all_found: Sequence[Found], synthetic: bool) -> Iterator[str]:
             if errors := sum(each.get("usage errors", 0) for each in rounds):
                 yield f"{where}: {errors:g} complaints about usage"
             for row, same in ROWS.items() if synthetic else ():
-                client_cost = found.case.in_step and row.startswith("TTFT")
-                if tool in same and not client_cost and abs(apart := found.deviation(tool, way, row)) > NEAR:
+                if tool in same and row not in found.case.apart and abs(apart := found.deviation(tool, way, row)) > NEAR:
                     yield f"{where}: {row}: {apart:+.1%} from loadtest"
         apart_by = defaultdict(list)
         for tool, figure, steps in found.distances:
             apart_by[tool, figure].append(steps)
         for (tool, figure), steps_of_rounds in apart_by.items():
-            if (steps := statistics.median(steps_of_rounds)) > 1:
+            if not found.case.apart and (steps := statistics.median(steps_of_rounds)) > 1:
                 yield f"{found.case.name}, {tool}: {figure}: {steps:g} buckets from the gateway's histogram"
 
 
