@@ -61,6 +61,7 @@ from gateway.telemetry.accesslog import AccessLog
 from gateway.telemetry.histogram import B_TPOT
 from gateway.telemetry.metrics import BackendSample, Metrics, Sources
 from gateway.telemetry.observer import Observers
+from gateway.telemetry.outlet import Outlet
 
 log = logging.getLogger("gateway")
 
@@ -79,10 +80,13 @@ def serve(config: Config, config_path: Path | None, overrides: Mapping[str, obje
             "install a wheel of aiohttp that has them: pip install --force-reinstall aiohttp\n"
         )
         return 1
-    logs.configure(config.log.level, config.log.format)
+    outlet = Outlet(sys.stderr.fileno())
+    logs.configure(config.log.level, config.log.format, outlet)
     listen.raise_descriptor_limit()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(App(config, config_path, overrides).run())
+        status = runner.run(App(config, config_path, overrides, outlet).run())
+    outlet.finish(LAST_WORDS)
+    return status
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -94,7 +98,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class App:
-    def __init__(self, config: Config, config_path: Path | None, overrides: Mapping[str, object]):
+    def __init__(self, config: Config, config_path: Path | None, overrides: Mapping[str, object], outlet: Outlet):
+        self._outlet = outlet
         self.config, self._config_path, self._overrides = config, config_path, overrides
         self._tasks = Tasks()
         self._stopping = asyncio.Event()
@@ -125,8 +130,12 @@ class App:
 
     # starting ---------------------------------------------------------------------------------------------------------
 
+    def _soon(self, callback: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(0.05, callback)
+
     async def _start(self) -> None:
         config = self.config
+        self._outlet.later = self._soon
         self.metrics = Metrics(
             Sources(
                 known_models=self._known_models,
@@ -142,8 +151,7 @@ class App:
         )
         parts: list[Observer] = [self.metrics]
         if config.log.access:
-            loop = asyncio.get_running_loop()
-            self._lines = logs.LineWriter(sys.stderr, lambda flush: loop.call_later(0.05, flush))
+            self._lines = logs.LineWriter(self._outlet, self._soon)
             parts.append(AccessLog(self._lines, wall=time.time, form=config.log.format))
         observer: Observer = parts[0] if len(parts) == 1 else Observers(*parts)
         sockets = systemd.listen_fds()
@@ -347,6 +355,7 @@ class App:
         listen.forget(self._files)
         if hasattr(self, "_lines"):
             self._lines.flush()
+        self._outlet.later = None
 
     async def _part_from_clients(self) -> None:
         """Close what is left, in order; then at once whatever does not close."""

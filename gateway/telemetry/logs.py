@@ -3,7 +3,7 @@
 A message may quote what a client or a backend sent, so control characters are escaped: a line is one record, but for
 tracebacks, whose lines are indented in the text form. The access log writes whole lines, joined over a short delay
 where a scheduler is given: a system call for each exchange would cost more than the line. It is on the event loop's
-thread, so a reader that does not keep up holds the gateway back: give it a file, or a journal.
+thread, and waits for no reader (`telemetry.outlet`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
-from typing import TextIO
+from typing import Protocol
 
 from gateway.telemetry.accesslog import rfc3339
 
@@ -43,7 +43,13 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields)
 
 
-def configure(level: str, form: str, stream: TextIO | None = None) -> None:
+class Stream(Protocol):
+    def write(self, text: str, /) -> int: ...
+
+    def flush(self) -> None: ...
+
+
+def configure(level: str, form: str, stream: Stream | None = None) -> None:
     """Set the root logger up, in place of whatever was there. `level`: debug, info, ...; `form`: text or json."""
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter({"text": TextFormatter, "json": JsonFormatter}[form]())
@@ -64,7 +70,7 @@ class LineWriter:
 
     __slots__ = ("_later", "_lines", "_size", "_stream", "lost")
 
-    def __init__(self, stream: TextIO, later: Callable[[Callable[[], None]], object] | None = None):
+    def __init__(self, stream: Stream, later: Callable[[Callable[[], None]], object] | None = None):
         self._stream, self._later = stream, later
         self._lines: list[str] = []
         self._size = 0
