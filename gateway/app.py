@@ -49,6 +49,7 @@ from gateway.errors import ConfigError, Ended, GatewayError
 from gateway.net import listen
 from gateway.net.call import Local, Policy
 from gateway.net.downstream import ClientSettings, Downstream, Server
+from gateway.net.fleet import Fleet
 from gateway.net.handler import Gateway
 from gateway.net.sockets import tune
 from gateway.net.tasks import Tasks
@@ -164,13 +165,11 @@ class App:
         pool = Pool([], config.balance, config.affinity.load_factor)
         self.gateway = Gateway(
             _policy(config),
-            pool,
-            {},
+            Fleet(pool, {}, self._loopback() if config.loadtest.enabled else None),
             Admission(config.limits.in_flight, config.limits.queue, lambda: pool.has_room),
             Retries(_retry(config)),
             observer,
             B_TPOT,
-            self._loopback() if config.loadtest.enabled else None,
             self._model_list,
         )
         self.probes = Probes(self.gateway.admission.wake)
@@ -209,8 +208,8 @@ class App:
         """A new list of backends, for all who go by it. An engine that only prefills is never picked for a whole request."""
         gateway = self.gateway
         backends = [e.backend for e in entries if e.backend.role != "prefill"]
-        gateway.pool.apply(backends, self.config.balance, self.config.affinity.load_factor)
-        gateway.connections = {e.member.name: e.connections for e in entries}
+        gateway.fleet.pool.apply(backends, self.config.balance, self.config.affinity.load_factor)
+        gateway.fleet.connections = {e.member.name: e.connections for e in entries}
         gateway.admission.wake()
         self.probes.watch([e.target for e in entries], _probing(self.config))
 
@@ -344,7 +343,7 @@ class App:
             await self.probes.stop()
         if hasattr(self, "gateway"):
             await self.gateway.stop()
-            for pool in self.gateway.connections.values():
+            for pool in self.gateway.fleet.connections.values():
                 pool.close()
         await self._part_from_clients()
         if self._admin is not None:
@@ -451,7 +450,7 @@ class App:
 
     async def _model_list(self) -> Local:
         """GET /v1/models over several backends: each model once, described by the first backend that serves it."""
-        pool = self.gateway.pool
+        pool = self.gateway.fleet.pool
         if not pool.routable:
             raise pool.nobody()
         cards: dict[str, dict[str, Any]] = {}

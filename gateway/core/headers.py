@@ -221,3 +221,13 @@ def own_head(
         lines.append(b"Connection: " + connection)
     lines.append(b"\r\n")
     return b"\r\n".join(lines)
+
+
+def is_event_stream(response: ResponseHead) -> bool:
+    """One that can be read: the stream of a success, and not coded."""
+    return 200 <= response.status < 300 and media_type(response.named) == b"text/event-stream" and not is_coded(response)
+
+
+def is_coded(response: ResponseHead) -> bool:
+    named = response.named
+    return b"content-encoding" in named and named[b"content-encoding"].lower() != b"identity"

@@ -95,6 +95,15 @@ class Call:
             elif self.task is not None:
                 self.task.cancel()
 
+    def let_go(self) -> None:
+        """End whatever is under way with the backend."""
+        self.look_at = NEVER
+        if self.upload is not None:
+            self.upload.cancel()
+        if self.connection is not None:
+            self.connection.drop()
+            self.connection = None
+
     def write(self, octets: bytes) -> None:
         """To the client, if it is still there."""
         transport = self.client.transport

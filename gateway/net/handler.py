@@ -18,37 +18,36 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 
 from gateway.core import headers
 from gateway.core.admission import Admission
-from gateway.core.backend import Backend, Lease
-from gateway.core.dialects import Dialect
+from gateway.core.backend import Backend
 from gateway.core.edits import UsageStripper
 from gateway.core.exchange import Exchange, Observer
 from gateway.core.framing import CloseReader, reader_of
 from gateway.core.head import CHUNKED, CLOSE, LENGTH, NONE, RequestHead, ResponseHead
 from gateway.core.meter import Meter
 from gateway.core.outcome import BACKEND_FAILURES, Outcome, Phase
-from gateway.core.pool import Pool
 from gateway.core.retry import Retries
 from gateway.core.routing import Route
 from gateway.errors import Ended, EngineRefused, Refusal, UpstreamFailed
 from gateway.net import answers, body
-from gateway.net.call import Call, Local, Policy, Upload
+from gateway.net.attempts import Attempts
+from gateway.net.call import Call, Local, Policy
 from gateway.net.clock import http_date
 from gateway.net.downstream import Downstream, Request
-from gateway.net.hold import Hold
+from gateway.net.fleet import Fleet
 from gateway.net.relay import Relay
 from gateway.net.tasks import Tasks
 from gateway.net.tunnel import Tunnel
-from gateway.net.upstream import Connection, ConnectionPool
-from gateway.net.watch import NEVER, Watch
+from gateway.net.upstream import Connection
+from gateway.net.watch import Watch
 
 log = logging.getLogger(__name__)
 
 # Looked up once: see core.head.
-_CONNECT, _WAIT, _FIRST_TOKEN, _DONE = Phase.CONNECT, Phase.WAIT, Phase.FIRST_TOKEN, Phase.DONE
+_FIRST_TOKEN, _DONE = Phase.FIRST_TOKEN, Phase.DONE
 _COMPLETE = Outcome.COMPLETE
 _SAYS_NOTHING = (Outcome.CLIENT_GONE, Outcome.CLIENT_STALLED, Outcome.DRAINING)  # of the backend
 
@@ -59,24 +58,20 @@ class Gateway:
     def __init__(
         self,
         policy: Policy,
-        pool: Pool,
-        connections: dict[str, ConnectionPool],
+        fleet: Fleet,
         admission: Admission,
         retries: Retries,
         observer: Observer,
         edges: tuple[float, ...],
-        loopback: tuple[Pool, dict[str, ConnectionPool]] | None = None,
         models: Callable[[], Awaitable[Local]] | None = None,
     ):
-        self.policy, self.pool, self.connections = policy, pool, connections
-        self.admission, self.retries, self.observer = admission, retries, observer
-        self.loopback = loopback  # the embedded synthetic upstream, where /loadtest is served
+        self.policy, self.fleet, self.admission, self.retries, self.observer = policy, fleet, admission, retries, observer
         self.models = models
         self.draining = False
         self.live: dict[int, Call] = {}
         self._edges = edges  # of the histogram of gaps, which each stream fills by itself
         self._tasks = Tasks()
-        self._watch = Watch(self.live, self._expired)
+        self._attempts = Attempts(fleet, admission, retries, observer, self._tasks, Watch(self.live, self._expired))
         self._prefix, self._count = b"%024x" % random.getrandbits(96), 0
 
     # the life of a request --------------------------------------------------------------------------------------------
@@ -101,12 +96,12 @@ class Gateway:
                 route.path == b"/v1/models"
                 and not route.loopback
                 and self.models is not None
-                and len(self.pool.backends) > 1
+                and len(self.fleet.pool.backends) > 1
                 and head.method == b"GET"
             ):
                 keep_alive = answers.answer(call, head, await self.models(), self.draining)
             else:
-                response = await self._attempts(call, head, route, upload)
+                response = await self._attempts.response(call, head, route, upload)
                 if response.status == 101:
                     await self._tunnel(call, head, response)
                 else:
@@ -195,8 +190,6 @@ class Gateway:
             raise body.too_large(policy)
         return head, route
 
-    # READ -------------------------------------------------------------------------------------------------------------
-
     # QUEUE ------------------------------------------------------------------------------------------------------------
 
     async def _queue(self, call: Call) -> None:
@@ -215,159 +208,9 @@ class Gateway:
     def _granted(self, call: Call, turn: asyncio.Future[None]) -> None:
         # both at once, so that nobody else is let in for the same place, and that they are given back whatever comes next
         call.slot = True
-        call.lease = self._pick(call)
+        call.lease = self.fleet.pick(call)
         if not turn.done():
             turn.set_result(None)
-
-    # PICK, CONNECT, SEND, WAIT ----------------------------------------------------------------------------------------
-
-    async def _attempts(self, call: Call, head: RequestHead, route: Route, upload: Upload) -> ResponseHead:
-        """One attempt, and others where that can harm nobody, until a backend's response head is here. Raises Refusal."""
-        exchange = call.exchange
-        self.retries.request()
-        tried: list[Backend] = []
-        stale = False
-        lease = call.lease or self._pick(call)
-        if lease is None:
-            raise self._backends(call)[0].nobody()
-        while True:
-            call.lease = lease
-            exchange.attempts += 1
-            exchange.backend = lease.backend.name
-            try:
-                return await self._attempt(call, head, route, upload, fresh=stale)
-            except (UpstreamFailed, EngineRefused) as failure:
-                self._attempt_failed(call, lease.backend, failure)
-                stale = failure.code == "stale_connection"
-                if isinstance(failure, EngineRefused) and failure.status < 500:
-                    raise  # the client's own fault: it would be no better elsewhere
-                if stale:  # of the backend it says nothing: the same one, with the same lease
-                    if not self.retries.again(failure, head.method, exchange.attempts, body_kept=upload.kept):
-                        raise
-                    self.observer.retried(exchange, failure.code)
-                    continue
-                tried.append(lease.backend)
-                following = self._pick(call, tried)
-                if following is None:
-                    raise  # what went wrong says more than that there is nobody else
-                if not self.retries.again(failure, head.method, exchange.attempts, body_kept=upload.kept):
-                    following.release()
-                    raise
-                self.observer.retried(exchange, failure.code)
-                lease.release()
-                lease = call.lease = following
-                self.admission.wake()
-
-    def _pick(self, call: Call, tried: Sequence[Backend] = ()) -> Lease | None:
-        """A lease, and in the same step the connections that belong to it: a reload may come at any await."""
-        pool, connections = self._backends(call)
-        lease = pool.pick(time.monotonic(), tried, key=call.key, tokens=call.tokens, chance=random.random())
-        if lease is not None:
-            call.connections = connections[lease.backend.name]
-        return lease
-
-    def _backends(self, call: Call) -> tuple[Pool, dict[str, ConnectionPool]]:
-        if self.loopback is not None and call.route is not None and call.route.loopback:
-            return self.loopback
-        return self.pool, self.connections
-
-    async def _attempt(self, call: Call, head: RequestHead, route: Route, upload: Upload, *, fresh: bool) -> ResponseHead:
-        connections = call.connections
-        assert connections is not None
-        exchange, policy, origin = call.exchange, call.policy, connections.origin
-        exchange.phase, exchange.connect_began = _CONNECT, time.monotonic()
-        connection = None if fresh else connections.take()
-        self.observer.connection(origin.name, reused=connection is not None)
-        if connection is None:
-            connection = await self._connect(call, connections, policy.timeouts.connect)
-        call.connection = connection
-        exchange.phase = _WAIT
-        now = exchange.sent = exchange.connected = time.monotonic()
-        host = head.named.get(b"host", b"") if route.authority is None else route.authority
-        octets = headers.upstream_head(
-            head,
-            route.target,
-            host=origin.host_field,
-            request_id=call.request_id,
-            forwarding=call.client.forwarding(host) if policy.forwarded else None,
-            length=upload.length,
-            credential=origin.credential,
-            websocket=headers.asks_for_websocket(head),
-        )
-        if upload.kept:
-            answer = connection.send(octets + upload.held, head.method)
-        else:
-            answer = connection.send(octets + body.framed(upload, upload.held), head.method)
-            call.upload = self._tasks.spawn(body.send_rest(call, connection, upload), "upload")
-        self._watch.begin(call, now)
-        response = await answer
-        exchange.head_received = time.monotonic()
-        if policy.hold and route.dialect is not None and _is_event_stream(response):
-            await self._first_event(call, connection, response, route.dialect)
-        return response
-
-    async def _first_event(self, call: Call, connection: Connection, response: ResponseHead, dialect: Dialect) -> None:
-        """Wait until the stream says something. Raises EngineRefused where that is an error."""
-        call.exchange.phase = _FIRST_TOKEN
-        hold = call.hold = Hold(connection, response, dialect)
-        try:
-            error = await hold.done
-        finally:
-            call.hold = None
-        if error is not None:
-            raise EngineRefused(*dialect.as_status(error))
-
-    async def _connect(self, call: Call, connections: ConnectionPool, seconds: float) -> Connection:
-        name = connections.origin.name
-        try:
-            return await body.timed(
-                call,
-                connections.open(),
-                seconds,
-                "timeout_connect",
-                f"the backend {name} took no connection within {seconds:g} s (timeouts.connect)",
-            )
-        except Refusal as refusal:
-            if refusal.code == "timeout_connect":
-                raise UpstreamFailed(refusal.code, refusal.message, unsent=True) from None
-            raise
-
-    def _attempt_failed(self, call: Call, backend: Backend, failure: UpstreamFailed | EngineRefused) -> None:
-        """What one attempt's failure says of its backend. That a kept connection was stale says nothing, and an error that
-        the backend chose to send does not eject it."""
-        if isinstance(failure, EngineRefused):
-            if failure.status >= 500:
-                backend.penalty.failed(time.monotonic())
-        elif failure.code != "stale_connection":
-            backend.failed(time.monotonic())
-            self.observer.failed(call.exchange, failure.code)
-        self._let_go(call)
-
-    def _let_go(self, call: Call) -> None:
-        """End whatever is under way with the backend."""
-        call.look_at = NEVER
-        if call.upload is not None:
-            call.upload.cancel()
-        if call.connection is not None:
-            call.connection.drop()
-            call.connection = None
-
-    def _expired(self, call: Call, outcome: Outcome) -> None:
-        """A deadline has passed."""
-        timeouts = call.policy.timeouts
-        if call.relay is not None:
-            ended = Ended(outcome)
-            call.relay.fail(ended)
-            call.client.give_up_flushing(ended)
-        elif call.connection is not None:
-            waiting = call.hold or call.connection
-            if outcome is Outcome.TIMEOUT_TOTAL:
-                assert timeouts.total is not None
-                waiting.fail(body.total_passed(timeouts.total))
-            else:
-                what = "response head" if call.hold is None else "first event"
-                message = f"the backend sent no {what} within {timeouts.first_byte:g} s (timeouts.first_byte)"
-                waiting.fail(UpstreamFailed("timeout_first_byte", message))
 
     # COMMIT, STREAM ---------------------------------------------------------------------------------------------------
 
@@ -421,7 +264,7 @@ class Gateway:
         route = call.route
         if route is None or route.dialect is None or response.framing is NONE or not 200 <= response.status < 300:
             return None
-        if _is_coded(response):
+        if headers.is_coded(response):
             return None
         if kind == b"application/json":
             return Meter(route.dialect, self._edges, False)
@@ -499,7 +342,7 @@ class Gateway:
         if call.interrupted is None:
             exchange.end(Outcome.CLIENT_GONE, gone)
         if call.connection is not None:
-            self._let_go(call)
+            call.let_go()
             self.observer.aborted(exchange, time.monotonic() - gone)
 
     def _close(self, call: Call) -> None:
@@ -507,7 +350,7 @@ class Gateway:
         exchange, relay = call.exchange, call.relay
         del self.live[id(call)]
         call.client.call = call.client.source = None
-        self._let_go(call)
+        call.let_go()
         if relay is not None:
             relay.close()
             exchange.bytes_out = relay.body_octets
@@ -543,7 +386,7 @@ class Gateway:
 
     async def _health(self, client: Downstream, head: RequestHead) -> bool:
         """Constant work, no backend asked, no exchange counted: load balancers ask this every second."""
-        well = self.pool.routable and not self.draining
+        well = self.fleet.pool.routable and not self.draining
         keep_alive = headers.keeps_alive(head) and not client.reader.in_body and not self.draining
         if client.transport is not None:
             client.transport.write(
@@ -563,6 +406,15 @@ class Gateway:
 
     # from outside -----------------------------------------------------------------------------------------------------
 
+    def _expired(self, call: Call, outcome: Outcome) -> None:
+        """A deadline has passed."""
+        if call.relay is None:
+            self._attempts.expired(call, outcome)
+        else:
+            ended = Ended(outcome)
+            call.relay.fail(ended)
+            call.client.give_up_flushing(ended)
+
     def exchanges(self) -> Iterator[Exchange]:
         """All under way, the oldest first, each as it stands when it is come to: there is time between two of them."""
         for call in list(self.live.values()):
@@ -580,17 +432,6 @@ class Gateway:
 
     async def stop(self) -> None:
         await self._tasks.stop()
-
-
-def _is_event_stream(response: ResponseHead) -> bool:
-    """One that can be read: the stream of a success, and not coded."""
-    kind = headers.media_type(response.named)
-    return 200 <= response.status < 300 and kind == b"text/event-stream" and not _is_coded(response)
-
-
-def _is_coded(response: ResponseHead) -> bool:
-    named = response.named
-    return b"content-encoding" in named and named[b"content-encoding"].lower() != b"identity"
 
 
 def _receipt(exchange: Exchange) -> bytes:

@@ -1,0 +1,160 @@
+"""From the pick to a response head: one attempt, and others where that can harm nobody.
+
+Until the head is here, and where `commit: first_event` asks for it until the stream says something, nothing has been sent to
+the client: what goes wrong can be answered with a status, or tried elsewhere. `core.retry` decides which.
+"""
+
+from __future__ import annotations
+
+import time
+
+from gateway.core import headers
+from gateway.core.admission import Admission
+from gateway.core.backend import Backend
+from gateway.core.dialects import Dialect
+from gateway.core.exchange import Observer
+from gateway.core.head import RequestHead, ResponseHead
+from gateway.core.outcome import Outcome, Phase
+from gateway.core.retry import Retries
+from gateway.core.routing import Route
+from gateway.errors import EngineRefused, Refusal, UpstreamFailed
+from gateway.net import body
+from gateway.net.call import Call, Upload
+from gateway.net.fleet import Fleet
+from gateway.net.hold import Hold
+from gateway.net.tasks import Tasks
+from gateway.net.upstream import Connection, ConnectionPool
+from gateway.net.watch import Watch
+
+# Looked up once: see core.head.
+_CONNECT, _WAIT, _FIRST_TOKEN = Phase.CONNECT, Phase.WAIT, Phase.FIRST_TOKEN
+
+
+class Attempts:
+    def __init__(
+        self, fleet: Fleet, admission: Admission, retries: Retries, observer: Observer, tasks: Tasks, watch: Watch
+    ) -> None:
+        self._fleet, self._admission, self._retries, self._observer = fleet, admission, retries, observer
+        self._tasks, self._watch = tasks, watch
+
+    async def response(self, call: Call, head: RequestHead, route: Route, upload: Upload) -> ResponseHead:
+        """A backend's response head; the lease and the connection that it came on are the call's. Raises Refusal."""
+        exchange = call.exchange
+        self._retries.request()
+        tried: list[Backend] = []
+        stale = False
+        lease = call.lease or self._fleet.pick(call)
+        if lease is None:
+            raise self._fleet.nobody(call)
+        while True:
+            call.lease = lease
+            exchange.attempts += 1
+            exchange.backend = lease.backend.name
+            try:
+                return await self._attempt(call, head, route, upload, fresh=stale)
+            except (UpstreamFailed, EngineRefused) as failure:
+                self._failed(call, lease.backend, failure)
+                stale = failure.code == "stale_connection"
+                if isinstance(failure, EngineRefused) and failure.status < 500:
+                    raise  # the client's own fault: it would be no better elsewhere
+                if stale:  # of the backend it says nothing: the same one, with the same lease
+                    if not self._retries.again(failure, head.method, exchange.attempts, body_kept=upload.kept):
+                        raise
+                    self._observer.retried(exchange, failure.code)
+                    continue
+                tried.append(lease.backend)
+                following = self._fleet.pick(call, tried)
+                if following is None:
+                    raise  # what went wrong says more than that there is nobody else
+                if not self._retries.again(failure, head.method, exchange.attempts, body_kept=upload.kept):
+                    following.release()
+                    raise
+                self._observer.retried(exchange, failure.code)
+                lease.release()
+                lease = call.lease = following
+                self._admission.wake()
+
+    async def _attempt(self, call: Call, head: RequestHead, route: Route, upload: Upload, *, fresh: bool) -> ResponseHead:
+        connections = call.connections
+        assert connections is not None
+        exchange, policy, origin = call.exchange, call.policy, connections.origin
+        exchange.phase, exchange.connect_began = _CONNECT, time.monotonic()
+        connection = None if fresh else connections.take()
+        self._observer.connection(origin.name, reused=connection is not None)
+        if connection is None:
+            connection = await self._connect(call, connections, policy.timeouts.connect)
+        call.connection = connection
+        exchange.phase = _WAIT
+        now = exchange.sent = exchange.connected = time.monotonic()
+        host = head.named.get(b"host", b"") if route.authority is None else route.authority
+        octets = headers.upstream_head(
+            head,
+            route.target,
+            host=origin.host_field,
+            request_id=call.request_id,
+            forwarding=call.client.forwarding(host) if policy.forwarded else None,
+            length=upload.length,
+            credential=origin.credential,
+            websocket=headers.asks_for_websocket(head),
+        )
+        if upload.kept:
+            answer = connection.send(octets + upload.held, head.method)
+        else:
+            answer = connection.send(octets + body.framed(upload, upload.held), head.method)
+            call.upload = self._tasks.spawn(body.send_rest(call, connection, upload), "upload")
+        self._watch.begin(call, now)
+        response = await answer
+        exchange.head_received = time.monotonic()
+        if policy.hold and route.dialect is not None and headers.is_event_stream(response):
+            await self._first_event(call, connection, response, route.dialect)
+        return response
+
+    async def _first_event(self, call: Call, connection: Connection, response: ResponseHead, dialect: Dialect) -> None:
+        """Wait until the stream says something. Raises EngineRefused where that is an error."""
+        call.exchange.phase = _FIRST_TOKEN
+        hold = call.hold = Hold(connection, response, dialect)
+        try:
+            error = await hold.done
+        finally:
+            call.hold = None
+        if error is not None:
+            raise EngineRefused(*dialect.as_status(error))
+
+    async def _connect(self, call: Call, connections: ConnectionPool, seconds: float) -> Connection:
+        name = connections.origin.name
+        try:
+            return await body.timed(
+                call,
+                connections.open(),
+                seconds,
+                "timeout_connect",
+                f"the backend {name} took no connection within {seconds:g} s (timeouts.connect)",
+            )
+        except Refusal as refusal:
+            if refusal.code == "timeout_connect":
+                raise UpstreamFailed(refusal.code, refusal.message, unsent=True) from None
+            raise
+
+    def _failed(self, call: Call, backend: Backend, failure: UpstreamFailed | EngineRefused) -> None:
+        """What one attempt's failure says of its backend. That a kept connection was stale says nothing, and an error that
+        the backend chose to send does not eject it."""
+        if isinstance(failure, EngineRefused):
+            if failure.status >= 500:
+                backend.penalty.failed(time.monotonic())
+        elif failure.code != "stale_connection":
+            backend.failed(time.monotonic())
+            self._observer.failed(call.exchange, failure.code)
+        call.let_go()
+
+    def expired(self, call: Call, outcome: Outcome) -> None:
+        """A deadline has passed before anything could be relayed."""
+        timeouts, waiting = call.policy.timeouts, call.hold or call.connection
+        if waiting is None:
+            return
+        if outcome is Outcome.TIMEOUT_TOTAL:
+            assert timeouts.total is not None
+            waiting.fail(body.total_passed(timeouts.total))
+        else:
+            what = "response head" if call.hold is None else "first event"
+            message = f"the backend sent no {what} within {timeouts.first_byte:g} s (timeouts.first_byte)"
+            waiting.fail(UpstreamFailed("timeout_first_byte", message))
