@@ -57,6 +57,7 @@ class Backend:
         "picked",
         "role",
         "taken",
+        "told",
         "tokens",
         "url",
         "weight",
@@ -73,7 +74,8 @@ class Backend:
         breaker: BreakerSettings = BreakerSettings(),
     ):
         self.name, self.url, self.weight, self.max_in_flight, self.role = name, url, weight, max_in_flight, role
-        self.models: tuple[str, ...] = ()  # as it last said itself
+        self.models: tuple[str, ...] | None = None  # as it last said itself, or as the operator says (`core.models`)
+        self.told = False  # ... by the operator: what it says itself is not asked
         self.in_flight = 0
         self.tokens = 0  # of the prompts that it has not read yet, as far as their size tells
         self.taken = 0  # leases ever given
@@ -103,6 +105,11 @@ class Backend:
         if self.health is Health.DOWN:
             return "down"
         return "ejected" if self.breaker.state is not BreakerState.CLOSED else self.health.value
+
+    @property
+    def heard_of(self) -> bool:
+        """It has been looked at, and which models it serves is known as far as it ever may be."""
+        return self.models is not None or self._probes < 0
 
     def probed(self, well: bool, settings: HealthSettings) -> bool:
         """Take in a probe's result; returns whether the health changed."""

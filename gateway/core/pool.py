@@ -62,9 +62,10 @@ class Pool:
         chosen.picked = now
         return chosen.lease(tokens)
 
-    def nobody(self) -> Refusal:
-        """Why there is no backend to be picked."""
+    def nobody(self, model: str | None = None) -> Refusal:
+        """Why there is no backend to be picked, for `model` or for any."""
+        which = "backend" if model is None else f"backend that serves {model[:128]}"
         if self.routable:
-            return Refusal("overloaded", "every backend is at its limit (backends[].max_in_flight)", retry_after=1)
+            return Refusal("overloaded", f"every {which} is at its limit (backends[].max_in_flight)", retry_after=1)
         down = ", ".join(f"{b.name} is {b.state}" for b in self.backends) or "there is none, or all drain"
-        return Refusal("no_backend", f"no backend can be reached: {down}", retry_after=5)
+        return Refusal("no_backend", f"no {which} can be reached: {down}", retry_after=5)
