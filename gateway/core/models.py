@@ -173,7 +173,7 @@ class Models:
         """Whoever waits for a model that is no more is told so when its turn comes, which is at once."""
         for key, way in self._kept.items():
             if key not in kept and way.waiting:
-                way.lead(self._doubtful.backends)
+                way.lead((self._otherwise or self._doubtful).backends)
                 kept[key] = way
         self._kept = kept
 
