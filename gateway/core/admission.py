@@ -110,23 +110,21 @@ class Admission:
         self._tickets = self._turns = 0
 
     @property
-    def _open(self) -> bool:
-        return self.limit is None or self.in_flight < self.limit
+    def _full(self) -> bool:
+        return self.limit is not None and self.in_flight >= self.limit
 
     def must_wait(self, line: Line) -> bool:
-        return not self._open or line in self._lines or not line.has_room
+        return self._full or line in self._lines or not line.has_room
 
     def enter(self, line: Line) -> bool:
         """Take a slot if nobody has to wait for one. Whoever gets False asks for a `ticket`."""
-        if self.must_wait(line):
+        limit = self.limit
+        if (limit is not None and self.in_flight >= limit) or line in self._lines or not line.has_room:  # `must_wait`
             return False
-        self._take(line)
-        return True
-
-    def _take(self, line: Line) -> None:
         self.in_flight += 1
         for quota in line.quotas:
             quota.in_flight += 1
+        return True
 
     def foresee(self, line: Line, rank: int, patience: float | None) -> None:
         """Raises Refusal where one that has to wait now, and may for `patience` seconds, waits in vain: the queue is full, or
@@ -173,19 +171,22 @@ class Admission:
         if self.in_flight <= 0:
             raise AssertionError("a slot was given back that nobody held")
         self.in_flight -= 1
-        _give_back(quotas)
+        if quotas:
+            _give_back(quotas)
         if self.waiting:
             self.wake()
 
     def wake(self) -> None:
         """Let in whoever may go on now. Called whenever that may have changed."""
-        while self.waiting and self._open:
+        while self.waiting and not self._full:
             ticket = self._next()
             if ticket is None:
                 return
             line = ticket.line
             self.leave(ticket)
-            self._take(line)
+            self.in_flight += 1
+            for quota in line.quotas:
+                quota.in_flight += 1
             line.pace.turn(self._clock())
             line.turns += 1
             self._turns += 1
