@@ -225,12 +225,17 @@ class App:
         gateway.fleet.connections = {e.member.name: e.connections for e in entries}
         gateway.admission.wake()
         self.probes.watch([e.target for e in entries], _probing(self.config))
+        self._tell_unserved(gateway.fleet.models)
 
     def _learn_models(self) -> None:
         """Some backend's list of models has changed."""
         models = self.gateway.fleet.models
         models.learn()
         self.gateway.admission.wake()
+        self._tell_unserved(models)
+
+    def _tell_unserved(self, models: Models) -> None:
+        """A line for each name of the configuration that nobody serves, when that begins."""
         unserved = frozenset(models.unserved())
         for name, model in sorted(unserved - self._unserved):
             log.warning("models.%s asks for %s, which no backend serves; GET /v1/models lists what they do", name, model)

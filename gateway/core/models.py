@@ -64,27 +64,29 @@ class Way(Line):
 class Alias:
     """A name that stands for others."""
 
-    __slots__ = ("_fallbacks", "_weighted")
+    __slots__ = ("_targets", "_weighted")
 
     def __init__(self, targets: Iterable[tuple[Target, Way]]):
-        targets = list(targets)
+        targets = sorted(targets, key=lambda one: one[0].fallback)
         self._weighted = [(target.weight, way) for target, way in targets if not target.fallback]
-        self._fallbacks = [way for target, way in targets if target.fallback]
+        self._targets = [way for _, way in targets]
 
-    def order(self, chance: float) -> list[Way]:
+    def order(self, chance: float, now: float) -> list[Way]:
         """The ways of one request, the first to be tried first. `chance`: a random number from 0 to 1.
 
-        Of those by weight one that can be reached is first, if there is one.
+        Those that lead to nobody just now (down, or ejected) come last, and have no share.
         """
-        usable = [(weight, way) for weight, way in self._weighted if way.backends.routable] or self._weighted
-        at = chance * sum(weight for weight, _ in usable)
-        first = usable[-1][1]
-        for weight, way in usable:
+        well = {way for way in self._targets if way.backends.usable(now)}
+        weighted = [(weight, way) for weight, way in self._weighted if way in well] or self._weighted
+        at = chance * sum(weight for weight, _ in weighted)
+        first = weighted[-1][1]
+        for weight, way in weighted:
             at -= weight
             if at < 0:
                 first = way
                 break
-        return [first, *(way for _, way in self._weighted if way is not first), *self._fallbacks]
+        ways = [first, *(way for way in self._targets if way is not first)]
+        return sorted(ways, key=lambda way: way not in well)
 
 
 class Models:

@@ -25,6 +25,10 @@ class Pool:
     def routable(self) -> bool:
         return any(b.routable for b in self.backends)
 
+    def usable(self, now: float) -> bool:
+        """Some backend can be routed to that is not ejected, either."""
+        return any(b.routable and b.breaker.allows(now) for b in self.backends)
+
     @property
     def has_room(self) -> bool:
         """Some backend could take an exchange now, or none can be routed to at all, in which case waiting is in vain."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 
 from gateway.core.admission import exchanged
@@ -43,7 +45,7 @@ def aim(call: Call, models: Models, upload: Upload, chance: float) -> None:
     """Find the call's way. `chance`: a random number from 0 to 1. Raises Refusal where nobody knows its model."""
     found = models.find(call.exchange.model)
     if type(found) is Alias:
-        call.aim = Aim(upload, found.order(chance))
+        call.aim = Aim(upload, found.order(chance, time.monotonic()))
         call.aim.go_on(call)
     else:
         assert isinstance(found, Way)

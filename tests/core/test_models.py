@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from gateway.core.admission import Admission
 from gateway.core.backend import Backend, HealthSettings
+from gateway.core.breaker import BreakerSettings
 from gateway.core.models import COMPARED_MOST, Alias, Models, Rule, Target, Way
 from gateway.core.priority import Classes
 from gateway.errors import Refusal
 
+NOW = 50.0
 Lists = list[tuple[str, ...] | None]
 
 
@@ -116,7 +118,7 @@ EACH: Lists = [("a",), ("b",), ("c",), ("d",)]
 def order(made: Models, chance: float) -> list[str | None]:
     found = made.find("x")
     assert isinstance(found, Alias)
-    return [one.rewritten for one in found.order(chance)]
+    return [one.rewritten for one in found.order(chance, NOW)]
 
 
 @given(st.floats(0, 1, exclude_max=True))
@@ -131,7 +133,11 @@ def test_who_cannot_be_reached_has_no_share() -> None:
     made = models(EACH, ROUTES)
     down(made.whole.backends[0])
     assert {order(made, n / 100)[0] for n in range(100)} == {"b"}
-    down(made.whole.backends[1])
+    made.whole.backends[1].breaker.settings = BreakerSettings(failures=1)
+    made.whole.backends[1].failed(NOW)  # ejected: as good as down, while others are not
+    assert {tuple(order(made, n / 100)) for n in range(100)} == {("c", "d", "a", "b"), ("c", "d", "b", "a")}
+    for backend in made.whole.backends:
+        down(backend)
     assert Counter(order(made, n / 100)[0] for n in range(100)) == {"a": 75, "b": 25}
 
 
@@ -145,7 +151,7 @@ def test_limits_and_classes_of_an_alias_and_of_what_it_stands_for() -> None:
     """Both limits hold; the alias' class goes before the model's."""
     rules = {"x": Rule((Target("a"),), in_flight=5, rank=2), "a": Rule(in_flight=7, rank=0), "y": Rule((Target("a"),))}
     made = models([("a",), ("b",)], rules)
-    (by_x,), (by_y,) = (one.order(0.0) for name in "xy" if isinstance(one := made.find(name), Alias))
+    (by_x,), (by_y,) = (one.order(0.0, NOW) for name in "xy" if isinstance(one := made.find(name), Alias))
     plain = way(made.find("a"))
     assert ([quota.name for quota in by_x.quotas], by_x.rank) == (["x", "a"], 2)
     assert ([quota.name for quota in by_y.quotas], by_y.rank) == (["a"], 0)
