@@ -76,7 +76,8 @@ async def read(call: Call, head: RequestHead, route: Route, needed: bool) -> Upl
     looks = _looks(policy, head, route, needed)
     whole = looks and policy.inspector.edits(route.path)
     keyed = route.json and policy.keys is not None and policy.keys.asks_for_body(head.fields)
-    most = policy.request_body if whole else HELD_JSON if looks or keyed else HELD_OTHER
+    judged = looks and policy.looks  # else only its model is asked for
+    most = policy.request_body if whole else HELD_JSON if judged or keyed else HELD_OTHER
     if b"expect" in head.named and head.minor and not body.total_bytes:
         call.write(CONTINUE)
     pieces, size = [], 0
