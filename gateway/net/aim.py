@@ -19,6 +19,9 @@ class Aim:
 
     def __init__(self, upload: Upload, ways: list[Way]):
         self._upload, self._left = upload, ways
+        if upload.place is not None:
+            self._begin, self._end = upload.place
+            return
         found = upload.members.found if upload.members is not None else members(upload.held)
         # of a name that is there twice, the last one holds for every parser that engines use
         last = [member for member in found if member.key == "model"][-1]
@@ -32,8 +35,8 @@ class Aim:
         if call.slot is not None:
             call.slot = exchanged(call.slot, way)
         call.way = way
-        name = msgspec.json.encode(way.rewritten or way.model)
-        upload = self._upload
+        upload, model = self._upload, way.rewritten or way.model or ""
+        name = msgspec.json.encode(model) if upload.place is None else model.encode()
         upload.held = splice(upload.held, [Edit(self._begin, self._end, name)])
         if upload.length is not None:
             upload.length += len(name) - (self._end - self._begin)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from gateway.core import headers
+from gateway.core import form, headers
 from gateway.core.framing import LAST_CHUNK, frame
 from gateway.core.head import Framing, RequestHead
 from gateway.core.inspection import not_json
@@ -45,7 +45,7 @@ def at_hand(call: Call, head: RequestHead, route: Route, needed: bool) -> Upload
         return _NO_BODY
     call.exchange.bytes_in = len(body)
     if not _looks(call.policy, head, route, needed):
-        return Upload(body, len(body))
+        return _of_form(call, head, Upload(body, len(body))) if needed else Upload(body, len(body))
     return _looked_into(call, route, body)
 
 
@@ -97,10 +97,11 @@ async def read(call: Call, head: RequestHead, route: Route, needed: bool) -> Upl
     exchange.bytes_in = size
     exchange.body_read = time.monotonic()
     length = head.length if head.framing is Framing.LENGTH else None
-    if body.at_eof():
-        return _looked_into(call, route, held) if looks and held else Upload(held, size)
+    if looks and held and body.at_eof():
+        return _looked_into(call, route, held)
     if not looks:
-        return Upload(held, length, kept=False)
+        upload = Upload(held, size) if body.at_eof() else Upload(held, length, kept=False)
+        return _of_form(call, head, upload) if needed else upload
     exchange.model, exchange.stream = policy.inspector.facts(members.found)
     upload = Upload(held, length, kept=False, members=members)
     upload.models = _models(members) if needed else 0
@@ -124,6 +125,16 @@ def _looked_into(call: Call, route: Route, body: bytes) -> Upload:
         return Upload(body, len(body))
     (exchange.model, exchange.stream), body, call.usage_asked = inspector.rewrite(route.path, body)
     return Upload(body, len(body))
+
+
+def _of_form(call: Call, head: RequestHead, upload: Upload) -> Upload:
+    """An upload, of whose fields one names the model: if that has come with the first of it."""
+    kind = head.named.get(b"content-type", b"")
+    edge = form.boundary(kind) if kind[:19].lower() == b"multipart/form-data" else None
+    upload.place = form.place_of(upload.held, edge, b"model") if edge else None
+    if upload.place is not None:
+        call.exchange.model = upload.held[slice(*upload.place)].decode("utf-8", "replace")
+    return upload
 
 
 async def _piece(call: Call) -> bytes:

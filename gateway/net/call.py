@@ -58,7 +58,7 @@ class Local(NamedTuple):
 class Upload:
     """A request's body on its way to the backend: what is held, and, if it is not all of it, a source for the rest."""
 
-    __slots__ = ("held", "kept", "length", "members", "models")
+    __slots__ = ("held", "kept", "length", "members", "models", "place")
 
     def __init__(self, held: bytes, length: int | None, *, kept: bool = True, members: Members | None = None):
         self.held = held
@@ -66,6 +66,7 @@ class Upload:
         self.kept = kept  # what is held is all of it
         self.members = members  # still looking for refused members in what comes
         self.models = 0  # of those found so far, how many name the model that it was sent by; none may come after them
+        self.place: tuple[int, int] | None = None  # of its model, where it is a form
 
 
 class Call:

@@ -306,6 +306,26 @@ async def test_a_target_that_nobody_serves_is_told_of(start_gateway: Start) -> N
         refused(await gateway.ask(chat("gpt-4")), 503, "no_backend")
 
 
+def form(model: bytes, audio: bytes) -> bytes:
+    field = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\n' + model
+    return field + b'\r\n--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + audio + b"\r\n--x--\r\n"
+
+
+async def test_uploads(start_gateway: Start) -> None:
+    """A form's field says the model, of small and of large ones; an alias is rewritten there, too."""
+    async with serving(("a",), ("whisper-large",)) as (one, two):
+        gateway = await start_gateway(config=with_alias({"model": "whisper-large"}), backends=[one.url, two.url])
+        kind = b"multipart/form-data; boundary=x"
+        for audio in (b"\0\xff\r\n", bytes(range(256)) * 1000):
+            for model in (b"whisper-large", b"gpt-4"):
+                request = s.post(form(model, audio), "/v1/audio/transcriptions").replace(b"application/json", kind)
+                assert (await gateway.ask(request)).status == 200
+                assert two.requests[-1].body == form(b"whisper-large", audio)
+        assert not one.requests
+        request = s.post(form(b"wisper", b""), "/v1/audio/transcriptions").replace(b"application/json", kind)
+        assert "whisper-large" in refused(await gateway.ask(request), 404, "unknown_model")
+
+
 # large bodies -------------------------------------------------------------------------------------------------------------
 
 PADDING = b'{"messages": [{"role": "user", "content": "' + b"x" * (3 << 20) + b'"}]'
