@@ -99,7 +99,7 @@ async def read(call: Call, head: RequestHead, route: Route, needed: bool) -> Upl
     length = head.length if head.framing is Framing.LENGTH else None
     if looks and held and body.at_eof():
         return _looked_into(call, route, held)
-    if not looks:
+    if not looks or not held:
         upload = Upload(held, size) if body.at_eof() else Upload(held, length, kept=False)
         return _of_form(call, head, upload) if needed else upload
     exchange.model, exchange.stream = policy.inspector.facts(members.found)
