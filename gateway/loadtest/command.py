@@ -46,6 +46,9 @@ def loadtest(flags: Mapping[str, Any]) -> int:
         if path is not None:
             _writable(path)
             _need_plots(flag)
+    _fits_memory(settings)
+    if settings.save_result:
+        _result_folder(settings)
     _take_descriptors()
     with asyncio.Runner(loop_factory=_loop_factory()) as loop:
         model, runs = loop.run(_load(settings))
@@ -93,6 +96,29 @@ def _writable(path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: {path.parent} is no folder that you may write to")
 
 
+def _result_folder(settings: Settings) -> None:
+    """Likewise before the run: where its result goes."""
+    path = (settings.result_dir or Path()) / (settings.result_filename or "")
+    folder = path.parent if settings.result_filename else path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--result-dir: {folder} cannot be made: {error.strerror or error}") from None
+    if not os.access(folder, os.W_OK) or (settings.result_filename and path.is_dir()):
+        raise ConfigError(f"the result cannot be written to {path}: expected a file in a folder that you may write to")
+
+
+def _fits_memory(settings: Settings) -> None:
+    """Prompts are made before the clock starts, so that making them is no part of what is measured."""
+    needed = datasets.octets(settings.dataset, settings.num_prompts + settings.num_warmups) * len(settings.urls)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there / 2:
+        raise ConfigError(
+            f"the prompts of {settings.num_prompts} requests would take some {needed / 2**30:,.1f} GiB of memory, and this"
+            f" machine has {there / 2**30:,.1f}: expected fewer (--num-prompts, --num-warmups) or shorter ones (--input-len)"
+        )
+
+
 def _take_descriptors() -> None:
     """Each request under way needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -134,14 +160,18 @@ async def _load(settings: Settings) -> tuple[str, list[Run]]:
         runner = Runner(clients, settings.max_concurrency, interrupt)
         runs: list[Run] = []
         for place, rate in enumerate(settings.rates):
-            prompts, times = plan(settings, rate, place)
+            try:
+                with interrupt.raised():
+                    prompts, times = plan(settings, rate, place)
+            except KeyboardInterrupt:
+                break
             if settings.num_warmups and place == 0:
                 await _warm_up(settings, runner, prompts[0][0])
             if interrupt.happened:
                 break
             for client, name in zip(clients, ("", "second-"), strict=False):  # one engine may see the requests of all
                 client.request_id_prefix = f"{settings.request_id_prefix}{name}{f'{place + 1}-' if place else ''}"
-            _announce(settings, rate, asking.model)
+            _announce(settings, len(times[0]), rate, asking.model)
             progress = Progress(runner, settings.progress)
             progress.begin()
             try:
@@ -188,7 +218,7 @@ async def _warm_up(settings: Settings, runner: Runner, prompt: Prompt) -> None:
         _say(f"of the warm-up {count} failed: {text}")
 
 
-def _announce(settings: Settings, rate: float, model: str) -> None:
+def _announce(settings: Settings, count: int, rate: float, model: str) -> None:
     ramp = settings.ramp
     if ramp is not None:
         traffic = f"{ramp.start:g} to {ramp.end:g} requests a second"
@@ -197,21 +227,33 @@ def _announce(settings: Settings, rate: float, model: str) -> None:
     most = f", {settings.max_concurrency} under way at most" if settings.max_concurrency else ""
     urls = " and ".join(settings.urls)
     each = " each" if settings.compare else ""
-    _say(f"{settings.num_prompts} requests{each} to {urls} ({settings.backend}, model {model}), {traffic}{most}")
+    _say(f"{count} requests{each} to {urls} ({settings.backend}, model {model}), {traffic}{most}")
 
 
 def plan(settings: Settings, rate: float, place: int) -> Plan:
     """The prompts of a run and their times. `place`: of the run in a sweep, whose runs must not share prompts."""
-    count, ramp, seed = settings.num_prompts, settings.ramp, settings.dataset.seed
+    ramp, seed = settings.ramp, settings.dataset.seed
+    first = _of_modules(settings, datasets.prompts(settings.dataset, settings.num_prompts, f"{place}"), place)
+    count = len(first)
     times = schedule.arrivals(count, rate, settings.burstiness, ramp, Random(f"{seed}/arrivals/{place}"))
-    first = datasets.prompts(settings.dataset, count, f"{place}")
     if settings.compare is None:
         return [first], [times]
     # The same lengths and other words, where words are made up: an engine behind both must not know them already.
-    second = datasets.prompts(settings.dataset, count, f"{place}/second")
+    second = _of_modules(settings, datasets.prompts(settings.dataset, count, f"{place}/second"), place)
     pace = rate if ramp is None else count / times[-1] if times[-1] > 0 else float("inf")
     both = schedule.pairs(times, pace, Random(f"{seed}/pairs/{place}"))
     return [first, second], [[one for one, _ in both], [other for _, other in both]]
+
+
+def _of_modules(settings: Settings, prompts: list[Prompt], place: int) -> list[Prompt]:
+    """Each with one of --lora-modules, if there are any: the same for both of a pair."""
+    modules, random = settings.lora_modules, Random(f"{settings.dataset.seed}/modules/{place}")
+    if not modules:
+        return prompts
+    return [
+        dataclasses.replace(prompt, model=modules[index % len(modules)] if settings.lora_in_turn else random.choice(modules))
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 # -- what came of it ---------------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ class Prompt:
     prompt_len: int
     output_len: int | None
     messages: list[dict[str, Any]] | None = None
+    model: str | None = None  # to ask for, where it is not the run's (--lora-modules)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Dataset:
     texts: tuple[str, ...] = ()  # --prompt
     seed: int = 0
     shuffle: bool = True
+    again: bool = True  # a file that has too few prompts is gone through again; else there are fewer
     random_input_len: int = 1024
     random_output_len: int = 128
     random_range_ratio: float = 0.0
@@ -80,6 +82,19 @@ class Dataset:
 def estimate(text: str) -> int:
     """About how many tokens a text is: a word of up to eight letters is one, any other character one of its own."""
     return max(1, len(_PIECE.findall(text)))
+
+
+REQUEST_OCTETS = 1500  # of memory, beside its text: its record, its times
+
+
+def octets(dataset: Dataset, count: int) -> int:
+    """About how much memory `count` made-up prompts and their records take."""
+    each = 0
+    if dataset.name == "random":
+        each = dataset.random_prefix_len + math.ceil(dataset.random_input_len * (1 + dataset.random_range_ratio))
+    elif dataset.name == "prefix_repetition":
+        each = dataset.prefix_len + dataset.suffix_len
+    return count * (REQUEST_OCTETS + 5 * each) + 5 * dataset.num_prefixes * dataset.prefix_len
 
 
 def prompts(dataset: Dataset, count: int, salt: str = "") -> list[Prompt]:
@@ -214,10 +229,10 @@ def _lines(path: Path, whole: str) -> Iterator[tuple[int, Any]]:
 
 
 def _taken(dataset: Dataset, found: list[Prompt], count: int) -> list[Prompt]:
-    """As many as are asked for, in an order of the seed's; a file that has too few is gone through again."""
+    """As many as are asked for, in an order of the seed's; a file that has too few is gone through again, if it may be."""
     if dataset.shuffle:
         Random(f"{dataset.seed}/order").shuffle(found)
-    return [found[index % len(found)] for index in range(count)]
+    return [found[index % len(found)] for index in range(count if dataset.again else min(count, len(found)))]
 
 
 _MAKERS: dict[str, Callable[[Dataset, int, str], list[Prompt]]] = {

@@ -64,7 +64,7 @@ class Asking:
 def body(asking: Asking, prompt: Prompt) -> bytes:
     """A request's JSON."""
     kind, most = asking.kind, prompt.output_len
-    said: dict[str, Any] = {"model": asking.model}
+    said: dict[str, Any] = {"model": prompt.model or asking.model}
     if kind is Kind.COMPLETIONS:
         said["prompt"] = prompt.text
     elif kind is Kind.RESPONSES:

@@ -5,6 +5,7 @@ It imports nothing but click, for `tokenpipe --help` reads it too.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,22 @@ import click
 
 _Command = TypeVar("_Command", bound=Callable[..., int])
 
+
+class _Finite(click.FloatRange):
+    """click's own takes nan for a number within any range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no finite number.", param, ctx)
+        return number
+
+
 _FILE: Final = click.Path(path_type=Path)
 _COUNT: Final = click.IntRange(min=1)
 _SOME: Final = click.IntRange(min=0)
+_NUMBER: Final = _Finite()
+_YEAR: Final = 31_536_000.0  # seconds
 
 BACKENDS: Final = (
     "openai-chat", "openai", "vllm", "openai-responses", "anthropic", "chat", "completions", "responses", "messages",
@@ -27,14 +41,68 @@ _SEVERAL: Final = {
     "--goodput": re.compile(r"[a-z0-9]+:[0-9.]+"),
     "--header": re.compile(r"[^\s=:/-][^\s=:/]*=.*", re.DOTALL),
     "--metadata": re.compile(r"[^\s=:/-][^\s=:/]*=.*", re.DOTALL),
+    "--lora-modules": re.compile(r"(?!https?://|unix:)[^\s-].*", re.DOTALL),
+}
+
+_FILES_ONLY: Final = "of data sets there are random, prefix_repetition, sharegpt and custom (--dataset-path FILE)"
+_NO_POOLING: Final = "only what generates text is loaded: chat, completions, responses and messages"
+_OWN_ARRIVALS: Final = "arrivals are those of --request-rate, --burstiness and --ramp-up-strategy"
+# Flags of `vllm bench serve` (0.32, 0.33) that are not built, and what is nearest. An entry that ends in - has all that
+# begin so.
+_NOT_BUILT: Final = {
+    "--profile": "the profiler is the engine's own: POST /start_profile to it before, and /stop_profile after",
+    "--probe-request-rate": "run a second tokenpipe loadtest beside this one, with --request-rate R --output-len 1",
+    "--plot-timeline": "--report FILE.html has the plots over time",
+    "--timeline-itl-thresholds": "--report FILE.html has the plots over time, and ITL as a curve",
+    "--plot-dataset-stats": "--save-detailed writes the lengths of every request",
+    "--chat-template-kwargs": "the server makes the prompt: --extra-body '{\"chat_template_kwargs\": {...}}' asks it",
+    "--use-beam-search": "--extra-body '{\"use_beam_search\": true}' asks the engine for it",
+    "--duration": "a run takes --num-prompts / --request-rate seconds",
+    "--self-timed": _OWN_ARRIVALS,
+    "--timed-trace-": _OWN_ARRIVALS,
+    "--random-batch-size": _NO_POOLING,
+    "--no-reranker": _NO_POOLING,
+    "--random-mm-": _FILES_ONLY,
+    "--enable-multimodal-chat": _FILES_ONLY,
+    "--custom-ensure-client-side-data": _FILES_ONLY,
+    "--hf-": _FILES_ONLY,
+    "--sonnet-": _FILES_ONLY,
+    "--spec-bench-": _FILES_ONLY,
+    "--speed-bench-": _FILES_ONLY,
+    "--blazedit-": _FILES_ONLY,
+    "--asr-": _FILES_ONLY,
+    "--bfcl-": _FILES_ONLY,
 }
 
 
 class LoadtestCommand(click.Command):
-    """Takes `--goodput ttft:200 tpot:50` for `--goodput ttft:200 --goodput tpot:50`."""
+    """Takes `--goodput ttft:200 tpot:50` for `--goodput ttft:200 --goodput tpot:50`, and `--num_prompts` for `--num-prompts`,
+    as vLLM's own parser does.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, repeat_flags(args))
+        known = {name for option in self.params for name in option.opts}
+        words = repeat_flags(_dashed(args, known))
+        for word in words[: words.index("--")] if "--" in words else words:
+            name = word.partition("=")[0]
+            if name not in known and (nearest := _not_built(name)):
+                raise click.UsageError(f"{name}, of vllm bench serve, is not supported: {nearest}", ctx)
+        return super().parse_args(ctx, words)
+
+
+def _dashed(args: list[str], known: set[str]) -> list[str]:
+    dashed = []
+    for word in args:
+        name, equals, value = word.partition("=")
+        other = name.replace("_", "-")
+        wanted = name.startswith("--") and (other in known or _not_built(other))
+        dashed.append(other + equals + value if wanted else word)
+    return dashed
+
+
+def _not_built(name: str) -> str:
+    """What is nearest to a flag of vLLM's that is not built; nothing, if it is none."""
+    return next((text for flag, text in _NOT_BUILT.items() if name == flag or (flag[-1] == "-" and name.startswith(flag))), "")
 
 
 def repeat_flags(args: list[str]) -> list[str]:
@@ -73,13 +141,17 @@ _OPTIONS: Final = (
     _option("--port", type=int, help="[8000]"),
     _option("--model", metavar="NAME", help="The model to ask for.  [the first of /v1/models]"),
     _option("--served-model-name", metavar="NAME", help="The model's name in requests, if it differs from --model."),
+    _option("--lora-modules", metavar="NAME", multiple=True, help="Ask for one of these models in each request; repeat it for"
+            " more."),
+    _option("--lora-assignment", type=click.Choice(("random", "round-robin")), default="random", show_default=True,
+            metavar="HOW", help="random or round-robin: which of them a request gets."),
     _option("--header", metavar="KEY=VALUE", multiple=True, help="A header field of each request; repeat it for more."),
     _option("--api-key-file", type=_FILE, metavar="FILE", help="The API key. Else it is taken from the environment,"
             " OPENAI_API_KEY."),
     _option("--insecure", is_flag=True, help="Do not check the server's certificate."),
-    _option("--ready-check-timeout-sec", type=click.FloatRange(min=0), default=0, metavar="SECONDS",
+    _option("--ready-check-timeout-sec", type=_Finite(min=0, max=_YEAR), default=0, metavar="SECONDS",
             help="Wait so long for the endpoint to take connections.  [0]"),
-    _option("--timeout", type=click.FloatRange(min=0, min_open=True), default=21600.0, metavar="SECONDS",
+    _option("--timeout", type=_Finite(min=0, min_open=True, max=_YEAR), default=21600.0, metavar="SECONDS",
             help="The most that one request may take.  [21600, as in vLLM]"),
     # what is asked
     _option("--dataset-name", type=click.Choice(("random", "prefix_repetition", "sharegpt", "custom")), metavar="NAME",
@@ -90,6 +162,8 @@ _OPTIONS: Final = (
     _option("--num-prompts", type=_COUNT, default=1000, show_default=True, metavar="N", help="Requests to send."),
     _option("--seed", type=int, default=0, show_default=True, help="The same seed, the same prompts and arrivals."),
     _option("--disable-shuffle", is_flag=True, help="Take a file's prompts in their order."),
+    _option("--no-oversample", is_flag=True, help="Do not go through a file again that has fewer prompts than are asked for:"
+            " send fewer."),
     _option("--input-len", type=_COUNT, metavar="TOKENS", help="Sets --random-input-len."),
     _option("--output-len", type=_COUNT, metavar="TOKENS", help="Sets the output length of whichever data set."),
     _option("--random-input-len", type=_COUNT, default=1024, show_default=True, metavar="TOKENS", help="Of a prompt."),
@@ -110,13 +184,13 @@ _OPTIONS: Final = (
     _option("--ignore-eos/--no-ignore-eos", default=None, help="Have the engine go on to the length asked for.  [with random"
             " prompts only]"),
     _option("--logprobs", type=_SOME, metavar="N", help="Ask for log probabilities."),
-    _option("--temperature", type=float, help="Of the sampling; what is not given is the server's to choose."),
-    _option("--top-p", type=float, help="Likewise."),
+    _option("--temperature", type=_NUMBER, help="Of the sampling; what is not given is the server's to choose."),
+    _option("--top-p", type=_NUMBER, help="Likewise."),
     _option("--top-k", type=int, help="Likewise."),
-    _option("--min-p", type=float, help="Likewise."),
-    _option("--frequency-penalty", type=float, help="Likewise."),
-    _option("--presence-penalty", type=float, help="Likewise."),
-    _option("--repetition-penalty", type=float, help="Likewise."),
+    _option("--min-p", type=_NUMBER, help="Likewise."),
+    _option("--frequency-penalty", type=_NUMBER, help="Likewise."),
+    _option("--presence-penalty", type=_NUMBER, help="Likewise."),
+    _option("--repetition-penalty", type=_NUMBER, help="Likewise."),
     _option("--extra-body", metavar="JSON", help="An object whose members go into each request's body."),
     _option("--request-id-prefix", metavar="TEXT", help="x-request-id is this and the request's number.  [bench-RANDOM-]"),
     # when
@@ -128,8 +202,8 @@ _OPTIONS: Final = (
             " reported as client queue time, and no part of TTFT."),
     _option("--ramp-up-strategy", type=click.Choice(("linear", "exponential")), metavar="HOW",
             help="linear or exponential: the rate grows over the run, instead of --request-rate."),
-    _option("--ramp-up-start-rps", type=float, metavar="R", help="Where the ramp begins."),
-    _option("--ramp-up-end-rps", type=float, metavar="R", help="Where it ends."),
+    _option("--ramp-up-start-rps", type=_NUMBER, metavar="R", help="Where the ramp begins."),
+    _option("--ramp-up-end-rps", type=_NUMBER, metavar="R", help="Where it ends."),
     _option("--num-warmups", type=_SOME, default=0, show_default=True, metavar="N", help="Requests before, not measured."),
     # what is reported
     _option("--goodput", multiple=True, metavar="KEY:MS", help="Count requests that keep limits, such as ttft:200 tpot:50"
@@ -157,6 +231,9 @@ _OPTIONS: Final = (
     _option("--tokenizer-mode", hidden=True, expose_value=False),
     _option("--trust-remote-code", is_flag=True, hidden=True, expose_value=False),
     _option("--skip-tokenizer-init", is_flag=True, hidden=True, expose_value=False),
+    _option("--skip-chat-template", is_flag=True, hidden=True, expose_value=False),  # none is applied here
+    _option("--no-stream", is_flag=True, hidden=True, expose_value=False),  # of Hugging Face's data sets
+    _option("--no-self-timed", is_flag=True, hidden=True, expose_value=False),  # nor would it be
 )  # fmt: skip
 
 

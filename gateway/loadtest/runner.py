@@ -21,6 +21,7 @@ from gateway.loadtest.datasets import Prompt
 from gateway.loadtest.records import Record, Run, Watch
 from gateway.net.tasks import Tasks
 
+SLEEP_MOST = 86400.0  # seconds; event loops cannot count up to just any number
 BEAT = 0.01  # seconds between two looks at the loop's lag
 
 
@@ -36,6 +37,21 @@ class Interrupt:
         signal.signal(number, signal.SIG_DFL)
         self.happened = True
         self.tell()
+
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        """Around what does not await, and so would not hear of it: the signal is raised there, as KeyboardInterrupt."""
+
+        def interrupt(number: int, frame: object) -> None:
+            self.happened = True
+            raise KeyboardInterrupt
+
+        before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -114,7 +130,9 @@ class Runner:
         try:
             for at, place, which in due:
                 while (wait := base + at - clock()) > 0:  # noqa: ASYNC110  (no event but the clock)
-                    await asyncio.sleep(math.ceil(wait * 1000) / 1000)  # the event loop's own grain is a millisecond
+                    await asyncio.sleep(
+                        math.ceil(min(wait, SLEEP_MOST) * 1000) / 1000
+                    )  # the event loop's own grain is a millisecond
                 record = records[which][place]
                 record.arrived = clock() - base
                 start(self._one(self._clients[which], prompts[which][place], record, base, slots[which]), "request")

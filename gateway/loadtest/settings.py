@@ -29,6 +29,7 @@ BACKENDS = {
 GOODPUT = ("ttft", "tpot", "e2el")
 PERCENTILE_METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+RATE_LEAST = 1e-6  # requests a second: one in eleven days
 RAW = (".png", ".svg", ".pdf")
 
 T = TypeVar("T")
@@ -52,6 +53,8 @@ class Settings:
     num_warmups: int
     ready_timeout: float
     timeout: float
+    lora_modules: tuple[str, ...]  # instead of the model, one of them in each request
+    lora_in_turn: bool
     ignore_eos: bool
     logprobs: int | None
     extra_body: dict[str, Any]
@@ -114,6 +117,8 @@ def build(flags: Mapping[str, Any], key: str | None) -> Settings:
         num_warmups=flags["num_warmups"],
         ready_timeout=flags["ready_check_timeout_sec"],
         timeout=flags["timeout"],
+        lora_modules=flags["lora_modules"],
+        lora_in_turn=flags["lora_assignment"] == "round-robin",
         ignore_eos=ignore,
         logprobs=flags["logprobs"],
         extra_body=_extra_body(flags),
@@ -144,8 +149,10 @@ def _url(flags: Mapping[str, Any]) -> str:
         raise ConfigError("the endpoint is given twice: expected one of URL, --base-url, and --host with --port")
     if given:
         return str(given[0])
-    if not flags["host"] and not flags["port"]:
+    if not flags["host"] and flags["port"] is None:
         raise ConfigError("no endpoint is given: expected a URL, such as http://127.0.0.1:8000")
+    if flags["port"] is not None and not 0 < flags["port"] < 65536:
+        raise ConfigError(f"--port: found {flags['port']}; expected a port, 1 to 65535")
     host = flags["host"] or "127.0.0.1"
     return f"http://{f'[{host}]' if ':' in host else host}:{flags['port'] or 8000}"
 
@@ -170,17 +177,17 @@ def _number(flag: str, text: str, expected: str) -> float:
 
 
 def _rates(text: str) -> tuple[float, ...]:
-    expected = "requests a second: a number above 0, or inf; several, separated by commas, are run one after another"
+    expected = "requests a second: a number, 0.000001 or more, or inf; several, separated by commas, are run one after another"
     rates = tuple(_number("--request-rate", part, expected) for part in text.split(","))
-    if any(rate <= 0 for rate in rates):
+    if any(rate < RATE_LEAST for rate in rates):
         raise ConfigError(f"--request-rate: found {text!r}; expected {expected}")
     return rates
 
 
 def _burstiness(text: str) -> float:
-    expected = "a number above 0, or inf for even gaps"
+    expected = "a number, 0.001 or more, or inf for even gaps"
     value = _number("--burstiness", text, expected)
-    if value <= 0:
+    if value < 0.001:
         raise ConfigError(f"--burstiness: found {text!r}; expected {expected}")
     return value
 
@@ -195,7 +202,7 @@ def _ramp(flags: Mapping[str, Any]) -> Ramp | None:
         raise ConfigError("--ramp-up-strategy sets the rate itself: leave out --request-rate")
     if start is None or end is None:
         raise ConfigError("--ramp-up-strategy needs both --ramp-up-start-rps and --ramp-up-end-rps")
-    if not 0 < start <= end:
+    if not RATE_LEAST <= start <= end:
         raise ConfigError(
             f"--ramp-up-start-rps: found {start:g}; expected more than 0, and at most --ramp-up-end-rps ({end:g})"
         )
@@ -219,6 +226,7 @@ def _dataset(flags: Mapping[str, Any]) -> Dataset:
         texts=texts,
         seed=flags["seed"],
         shuffle=not flags["disable_shuffle"],
+        again=not flags["no_oversample"],
         random_input_len=prompt or flags["random_input_len"],
         random_output_len=output or flags["random_output_len"],
         random_range_ratio=flags["random_range_ratio"],
@@ -236,13 +244,17 @@ def _extra_body(flags: Mapping[str, Any]) -> dict[str, Any]:
     extra: dict[str, Any] = {name: flags[name] for name in SAMPLING if flags[name] is not None}
     if flags["extra_body"] is not None:
         try:
-            given = json.loads(flags["extra_body"])
+            given = json.loads(flags["extra_body"], parse_constant=_no_constant)
         except ValueError as error:
             raise ConfigError(f"--extra-body: no JSON: {error}") from None
         if not isinstance(given, dict):
             raise ConfigError("--extra-body: expected a JSON object")
         extra |= given
     return extra
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number in JSON")
 
 
 def _pair(flag: str, text: str) -> tuple[str, str]:

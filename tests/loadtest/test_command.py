@@ -205,6 +205,33 @@ async def test_ctrl_c_reports_what_is_finished(upstream: RawUpstream, tmp_path: 
     assert len(upstream.requests) == 4
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_ctrl_c_while_the_prompts_are_made(upstream: RawUpstream, tmp_path: Path, number: int) -> None:
+    """Which takes long where they are many: it does not await, and a handler of the event loop's would not be called."""
+    run = Loadtest(tmp_path, upstream.url, "--model", "m", "--num-prompts", "100000", "--random-input-len", "4096",
+                   "--request-rate", "1")  # fmt: skip
+    await until(lambda: upstream.connections, "the look whether somebody is there")
+    await asyncio.sleep(0.3)
+    run.process.send_signal(number)
+    assert await asyncio.wait_for(run.done(), 10) == 1
+    assert run.err == "tokenpipe: interrupted: reported is what was finished\n"
+    assert not upstream.requests
+
+
+async def test_adapters_in_turn_and_a_file_that_is_not_gone_through_again(upstream: RawUpstream, tmp_path: Path) -> None:
+    upstream.script = stream(*TWO)
+    (tmp_path / "p.txt").write_text("\n".join("abcde"))
+    words = ("--dataset-path", str(tmp_path / "p.txt"), "--model", "base", "--lora-modules", "x", "y", "--num-prompts", "50",
+             "--no-oversample", "--max-concurrency", "1")  # fmt: skip
+    assert await Loadtest(tmp_path, *words, "--lora-assignment", "round-robin", upstream.url).done() == 0
+    assert [json.loads(request.body)["model"] for request in upstream.requests] == ["x", "y", "x", "y", "x"]
+    upstream.requests.clear()
+    run = Loadtest(tmp_path, upstream.url, *words)
+    assert await run.done() == 0
+    assert {json.loads(request.body)["model"] for request in upstream.requests} <= {"x", "y"}
+    assert "tokenpipe: 5 requests to" in run.err
+
+
 async def test_a_progress_bar_on_a_terminal(upstream: RawUpstream, tmp_path: Path) -> None:
     held = Held(SSE_HEAD)
     upstream.script = in_turn(*[stream(*TWO)] * 19, held)

@@ -51,6 +51,45 @@ def test_a_command_line_of_vllm_bench_serve() -> None:
     assert made.ignore_eos and made.save_result
 
 
+@pytest.mark.parametrize("flag", ["timeout", "ready-check-timeout-sec", "temperature", "top-p", "min-p", "presence-penalty",
+                                  "frequency-penalty", "repetition-penalty", "ramp-up-start-rps"])  # fmt: skip
+@pytest.mark.parametrize("value", ["nan", "inf", "1e999"])
+def test_what_is_no_finite_number(capsys: pytest.CaptureFixture[str], flag: str, value: str) -> None:
+    assert run(["loadtest", "http://h", f"--{flag}", value]) == 2
+    assert f"Invalid value for '--{flag}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [
+        ("--profile", "POST /start_profile"),
+        ("--probe-request-rate 1", "a second tokenpipe loadtest"),
+        ("--plot-timeline", "--report FILE.html"),
+        ("--timeline-itl-thresholds=25,50", "--report FILE.html"),
+        ("--plot-dataset-stats", "--save-detailed"),
+        ("--chat-template-kwargs {}", "--extra-body"),
+        ("--use_beam_search", "--extra-body"),
+        ("--self-timed", "--request-rate"),
+        ("--timed-trace-sec-multiplier 2", "--request-rate"),
+        ("--hf-split train", "--dataset-path FILE"),
+        ("--random-mm-base-items-per-request 1", "--dataset-path FILE"),
+        ("--random-batch-size 2", "chat, completions, responses and messages"),
+    ],
+)
+def test_flags_of_vllm_that_are_not_built(capsys: pytest.CaptureFixture[str], words: str, nearest: str) -> None:
+    flag = words.replace("_", "-").split()[0].partition("=")[0]
+    assert run(["loadtest", "http://h", *words.split()]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"Error: {flag}, of vllm bench serve, is not supported: ") and nearest in said
+
+
+def test_flags_as_vllm_also_takes_them() -> None:
+    made = settings("--num_prompts=3", "--max_concurrency", "2", "--skip-chat-template", "--no-stream", "--no-self-timed")
+    assert (made.num_prompts, made.max_concurrency) == (3, 2)
+    made = build(flags("--lora-modules", "a", "org/b", "http://h:1", "--lora-assignment", "round-robin"), None)
+    assert (made.url, made.lora_modules, made.lora_in_turn) == ("http://h:1", ("a", "org/b"), True)
+
+
 def test_defaults() -> None:
     made = settings()
     assert (made.kind, made.endpoint, made.rates, made.burstiness) == (Kind.CHAT, "/v1/chat/completions", (math.inf,), 1.0)
@@ -111,6 +150,18 @@ def test_the_key() -> None:
         ("http://h --compare h:1", "--compare: found 'h:1'; expected http://HOST"),
         ("http://h --header content-length=1", "are written by the tester itself"),
         ("http://h --report /nope/x.html", "/nope/x.html cannot be written: /nope is no folder"),
+        ("http://h --save-result --result-dir /proc/nope", "--result-dir: /proc/nope cannot be made: "),
+        ("http://h --save-result --result-dir / --result-filename proc", "the result cannot be written to /proc: expected"),
+        ("http://h --extra-body {\"x\":NaN}", "--extra-body: no JSON: NaN is no number"),
+        ("http://h --num-prompts 99999999999999999999", "expected fewer (--num-prompts, --num-warmups) or shorter ones"),
+        ("http://h --num-warmups 99999999999999999999", "expected fewer (--num-prompts, --num-warmups) or shorter ones"),
+        ("http://h --random-input-len 999999999999", "GiB of memory, and this machine has"),
+        ("http://h --random-prefix-len 999999999999", "GiB of memory, and this machine has"),
+        ("http://h --dataset-name prefix_repetition --prefix-repetition-num-prefixes 99999999999", "GiB of memory"),
+        ("http://h --request-rate 1e-320", "--request-rate: found '1e-320'; expected requests a second"),
+        ("http://h --burstiness 1e-300", "--burstiness: found '1e-300'"),
+        ("--port 0", "--port: found 0; expected a port, 1 to 65535"),
+        ("--host h --port 99999", "--port: found 99999; expected a port, 1 to 65535"),
     ],
 )
 def test_bad_usage(capsys: pytest.CaptureFixture[str], words: str, expected: str) -> None:
