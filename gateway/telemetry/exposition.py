@@ -16,11 +16,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from prometheus_client import ProcessCollector
-
 from gateway.core.outcome import Phase
 from gateway.telemetry.histogram import Histogram
 from gateway.telemetry.page import Page, labels, sample, wants_openmetrics
+from gateway.telemetry.process import Process
 
 if TYPE_CHECKING:
     from gateway.telemetry.metrics import BackendTally, Metrics
@@ -108,7 +107,7 @@ class Exposition:
         self._pair_names = [name for name, on in (("model", metrics.by_model), ("backend", metrics.by_backend)) if on]
         self._in_flight: dict[tuple[LabelPair, Phase], int] = {}  # a zero stays, so that a graph falls to it
         self._states: dict[str, None] = {}  # of backends, as they were seen: a set in order
-        self._process = ProcessCollector(registry=None)
+        self._process = Process()
 
     def render(self, accept: str | None) -> tuple[Iterator[bytes], str]:
         page = Page(wants_openmetrics(accept))
@@ -127,7 +126,10 @@ class Exposition:
                 in_flight[key] = in_flight.get(key, 0) + 1
             yield ""
         self._in_flight = dict.fromkeys(self._in_flight, 0) | in_flight
-        pairs = [(self._pair(series.labels), series) for series in self._metrics.series.values()]
+        pairs: Pairs = []
+        for series in list(self._metrics.series.values()):
+            pairs.append((self._pair(series.labels), series))
+            yield ""
         yield from self._of_requests(page, pairs)
         yield from self._of_series(page, pairs)
         yield from self._of_stages(page)
@@ -211,29 +213,33 @@ class Exposition:
         for octets in metrics.sources.write_buffers():
             buffered += octets
             yield ""
-        yield from _gauge(page, "write_buffer_bytes", "Held for clients now.", {"": buffered})
+        yield from _gauge(page, "write_buffer_bytes", "Held for clients now.", [("", buffered)])
         depth = metrics.sources.queue_depth()
-        yield from _gauge(page, "queue_depth", "Requests waiting for a backend.", {"": depth})
+        yield from _gauge(page, "queue_depth", "Requests waiting for a backend.", [("", depth)])
 
     def _of_backend_samples(self, page: Page) -> Iterator[str]:
-        samples = [(labels(["backend"], [each.name]), each) for each in self._metrics.sources.backends()]
-        for _, each in samples:
+        samples = []
+        for each in self._metrics.sources.backends():
+            samples.append((labels(["backend"], [each.name]), each))
             self._metrics.tally_of(each.name)  # its counters begin at zero, not at the first failure
-        self._states.update(dict.fromkeys(each.state for _, each in samples))
-        yield from _gauge(page, "backend_up", "Whether requests can be routed to it.", {b: int(x.up) for b, x in samples})
-        states = {
-            _and(backend, labels(["state"], [state])): int(state == each.state)
-            for backend, each in samples
-            for state in self._states
-        }
+            self._states[each.state] = None
+            yield ""
+        yield from _gauge(page, "backend_up", "Whether requests can be routed to it.", ((b, int(x.up)) for b, x in samples))
+        seen = list(self._states)
+        states = (
+            (_and(backend, labels(["state"], [state])), int(state == each.state)) for backend, each in samples for state in seen
+        )
         yield from _gauge(page, "backend_state", "1 for the state it is in.", states)
-        in_flight = {backend: each.in_flight for backend, each in samples}
+        in_flight = ((backend, each.in_flight) for backend, each in samples)
         yield from _gauge(page, "backend_in_flight", "Exchanges it is counted for: its leases.", in_flight)
-        connections = {backend: each.connections for backend, each in samples}
+        connections = ((backend, each.connections) for backend, each in samples)
         yield from _gauge(page, "upstream_connections", "Open connections to it, idle ones included.", connections)
 
     def _of_backend_tallies(self, page: Page) -> Iterator[str]:
-        tallies = [(labels(["backend"], [name]), tally) for name, tally in self._metrics.backends.items()]
+        tallies = []
+        for each, tally in list(self._metrics.backends.items()):
+            tallies.append((labels(["backend"], [each]), tally))
+            yield ""
         name = PREFIX + "backend_failures"
         yield page.family(name, "counter", "Attempts that failed by its fault.")
         for backend, tally in tallies:
@@ -249,13 +255,15 @@ class Exposition:
         yield from _single(page, "event_loop_lag_seconds", "How late the event loop calls back.", metrics.loop_lag_seconds)
         yield from _by_word(page, "config_reloads", "Configurations loaded anew.", "result", metrics.reloads)
         name = "config_last_reload_success_timestamp_seconds"
-        yield from _gauge(page, name, "When the configuration in force was loaded.", {"": metrics.last_reload})
+        yield from _gauge(page, name, "When the configuration in force was loaded.", [("", metrics.last_reload)])
         build = labels(("version", "python"), (metrics.version, platform.python_version()))
-        yield from _gauge(page, "build_info", "Always 1.", {build: 1})
-        for family in self._process.collect():
-            yield page.family(family.name, family.type, family.documentation)
-            for each in family.samples:
-                yield sample(each.name, labels(each.labels.keys(), each.labels.values()), each.value)
+        yield from _gauge(page, "build_info", "Always 1.", [(build, 1)])
+        for each in self._process.read():
+            if each is None:
+                yield ""
+            else:
+                name, kind, help_, number = each
+                yield page.family(name, kind, help_) + sample(f"{name}_total" if kind == "counter" else name, "", number)
 
 
 Pairs = list[tuple[str, "Series"]]
@@ -284,10 +292,10 @@ def _single(page: Page, name: str, help_: str, histogram: Histogram) -> Iterator
     yield page.histogram(PREFIX + name, "", histogram)
 
 
-def _gauge(page: Page, name: str, help_: str, values: Mapping[str, float]) -> Iterator[str]:
-    """`values` by the labels, as they are written."""
+def _gauge(page: Page, name: str, help_: str, values: Iterable[tuple[str, float]]) -> Iterator[str]:
+    """`values`: the labels, as they are written, and the number; each is asked for when its line is made."""
     yield page.family(PREFIX + name, "gauge", help_)
-    for inside, value in values.items():
+    for inside, value in values:
         yield sample(PREFIX + name, inside, value)
 
 

@@ -50,7 +50,7 @@ class Sources(NamedTuple):
 
     known_models: Callable[[], Collection[str]]
     live: Callable[[], Iterable[Exchange]]  # may be asked for one after the other, with other things done in between
-    backends: Callable[[], Iterable[BackendSample]]
+    backends: Callable[[], Iterable[BackendSample]]  # as `live`
     queue_depth: Callable[[], int]
     write_buffers: Callable[[], Iterable[int]]  # octets held for each client; as `live`
 

@@ -7,6 +7,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from gateway.core.outcome import Outcome
+from gateway.telemetry import exposition
 from gateway.telemetry import metrics as module
 from gateway.telemetry.exposition import PART_WORTH, PIECE
 from gateway.telemetry.histogram import B_TTFT, Histogram
@@ -114,6 +115,23 @@ def test_no_piece_is_large() -> None:
         assert piece == b""
         assert len(looked) % most == 0
     assert len(looked) == 1000
+
+
+@pytest.mark.parametrize("backends", [8, 200])
+def test_between_two_pieces_few_series_are_named(monkeypatch: pytest.MonkeyPatch, backends: int) -> None:
+    """Also what is prepared for later is cut: the labels of all pairs in one go, or of all backends, held streams up."""
+    house, metrics = large_house()
+    house.backends = [BackendSample(f"b{number}", True, "up", 1, 1) for number in range(backends)]
+    named: list[int] = [0]
+
+    def counted(*of: object) -> str:
+        named[0] += 1
+        return labels(*of)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(exposition, "labels", counted)
+    for _ in metrics.render(None)[0]:
+        assert named[0] <= 3 * PIECE // PART_WORTH
+        named[0] = 0
 
 
 def test_a_scrape_bears_what_happens_between_its_pieces() -> None:
