@@ -63,7 +63,9 @@ class Answer:
             end = rest.find(b"\r\n\r\n") + 4
             if end < 4 or end > HEAD_MOST:
                 self._head_octets = rest
-                if len(rest) > HEAD_MOST or not b"HTTP/1.".startswith(rest[:7]):
+                if b"HTTP/1.".startswith(rest[:7]) and len(rest) > HEAD_MOST:
+                    self._end(now, Outcome.UPSTREAM_RESET, f"the response's head has more than {HEAD_MOST} octets")
+                elif not b"HTTP/1.".startswith(rest[:7]):
                     self._end(now, Outcome.UPSTREAM_RESET, "what the endpoint answered is no HTTP/1.1")
                 return
             try:
@@ -96,8 +98,9 @@ class Answer:
                 self._see(meter, piece, now)
                 if self._keep:
                     self.body += piece
-            elif len(self.body) < KEPT_MOST:
-                self.body += piece
+            else:
+                if len(self.body) < KEPT_MOST:
+                    self.body += piece
                 if meter is not None:
                     meter.feed(piece, now)
         if reader.done:
@@ -187,4 +190,6 @@ def _why(outcome: Outcome, meter: Meter) -> str:
         return "the stream ended without its terminal event"
     if outcome is Outcome.EMPTY:
         return "the stream ended without any output"
+    if meter.opaque:
+        return "its events could not be read: one has more than 1 MiB"
     return ""

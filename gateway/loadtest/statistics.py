@@ -57,9 +57,11 @@ SuccessRule = Callable[[Record], bool]
 
 
 def success_rule(name: str, kind: Kind) -> SuccessRule:
-    """`strict`: its outcome is complete. `vllm`: what vLLM's client of that endpoint counts as a success."""
+    """`strict`: its outcome is complete, as was seen: what could not be read may hold an error, and has one in its record.
+    `vllm`: what vLLM's client of that endpoint counts as a success.
+    """
     if name == "strict" or kind is Kind.RESPONSES:  # there vLLM's client is strict, too
-        return lambda record: record.outcome is Outcome.COMPLETE
+        return lambda record: record.outcome is Outcome.COMPLETE and not record.error
     return lambda record: record.outcome in _VLLM_SUCCESS and len(record.events) > 0
 
 

@@ -14,6 +14,7 @@ from gateway.loadtest.datasets import Prompt
 from gateway.loadtest.endpoints import Asking, Kind
 from gateway.loadtest.records import Record, Run
 from gateway.loadtest.runner import Interrupt, Runner
+from gateway.loadtest.statistics import success_rule
 from gateway.loadtest.target import parse
 from tests.loadtest.support import client
 from tests.support import tls
@@ -86,6 +87,7 @@ async def test_a_request(upstream: RawUpstream, make: Callable[..., Client]) -> 
         (reply(307, b"", [("location", "/x")]), Outcome.UPSTREAM_STATUS, "status 307"),
         (vanish, Outcome.UPSTREAM_RESET, "closed the connection before it answered"),
         (raw(b"SSH-2.0-x\r\n"), Outcome.UPSTREAM_RESET, "is no HTTP/1.1"),
+        (raw(b"HTTP/1.1 200 OK\r\n", b"a: " + b"b" * 70_000), Outcome.UPSTREAM_RESET, "head has more than 65536 octets"),
         (raw(b"HTTP/1.1 200 OK\r\nbad field\r\n\r\n"), Outcome.UPSTREAM_RESET, "head is malformed"),
         (raw(SSE_HEAD, chunk(TWO[0]), then="fin"), Outcome.UPSTREAM_RESET, "within the response"),
         (raw(SSE_HEAD, chunk(TWO[0]), b"xyz\r\n"), Outcome.UPSTREAM_RESET, "body is malformed"),
@@ -113,6 +115,31 @@ async def test_an_answer_in_one_piece(upstream: RawUpstream, make: Callable[...,
     record = await ask(make())
     assert (record.outcome, record.ttft, record.output_tokens, record.prompt_tokens) == (Outcome.COMPLETE, None, 6, 4)
     assert record.latency == record.duration > 0
+
+
+async def test_a_long_answer_in_one_piece(upstream: RawUpstream, make: Callable[..., Client]) -> None:
+    """Its usage comes last."""
+    choice = {"finish_reason": "stop", "message": {"content": "a" * 300_000}}
+    upstream.script = reply(200, {"choices": [choice], "usage": {"prompt_tokens": 4, "completion_tokens": 6}})
+    record = await ask(make())
+    assert (record.outcome, record.output_tokens, record.prompt_tokens) == (Outcome.COMPLETE, 6, 4)
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        (stream(delta("a"), delta("b" * (1 << 21)), *FINISHED), "its events could not be read: one has more than 1 MiB"),
+        (raw(head(200, [("content-type", "text/event-stream"), ("content-encoding", "gzip")]), b"\x1f\x8b", then="fin"),
+         "its events could not be read: the response has a Content-Encoding"),
+    ],
+)  # fmt: skip
+async def test_what_could_not_be_read_is_no_success(
+    upstream: RawUpstream, make: Callable[..., Client], script: Script, error: str
+) -> None:
+    upstream.script = script
+    record = await ask(make())
+    assert (record.outcome, record.error) == (Outcome.COMPLETE, error)
+    assert not success_rule("strict", Kind.CHAT)(record)
 
 
 async def test_nobody_listens(make: Callable[..., Client], upstream: RawUpstream) -> None:
