@@ -242,5 +242,18 @@ def _say(text: str) -> None:
         click.echo(f"tokenpipe: {line}", err=True)
 
 
+def _open_standard_streams() -> None:
+    """Those that were closed (`2>&-`): else the next socket gets their numbers, and what is said goes into it."""
+    for number, mode in enumerate(("r", "w", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, and so this one
+            name = ("stdin", "stdout", "stderr")[number]
+            if getattr(sys, name) is None:
+                setattr(sys, name, os.fdopen(opened, mode, closefd=False))
+
+
 def main() -> None:
+    _open_standard_streams()
     sys.exit(run(sys.argv[1:]))

@@ -146,7 +146,7 @@ def _sharegpt(dataset: Dataset, count: int, salt: str) -> list[Prompt]:
     try:
         loaded = json.loads(whole)
         entries = loaded if isinstance(loaded, list) else [loaded]
-    except ValueError:
+    except (ValueError, RecursionError):
         entries = [entry for _, entry in _lines(path, whole)]
     found = []
     for entry in entries:
@@ -224,7 +224,7 @@ def _lines(path: Path, whole: str) -> Iterator[tuple[int, Any]]:
         if line.strip():
             try:
                 yield number, json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"--dataset-path: {path}, line {number}: no JSON: {error}") from None
 
 

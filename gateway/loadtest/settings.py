@@ -245,7 +245,7 @@ def _extra_body(flags: Mapping[str, Any]) -> dict[str, Any]:
     if flags["extra_body"] is not None:
         try:
             given = json.loads(flags["extra_body"], parse_constant=_no_constant)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"--extra-body: no JSON: {error}") from None
         if not isinstance(given, dict):
             raise ConfigError("--extra-body: expected a JSON object")

@@ -42,7 +42,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.loadtest.datasets import WORDS, Dataset, prompts
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
+PATHS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions", "openai-responses": "/v1/responses"}
+EVALSCOPE = {"openai-responses": "openai_responses"}  # its --api; `openai` for both of the others
 PROMPT = 32  # words, and so tokens, of a prompt
 NEAR = 0.05  # of a figure: what may lie between two tools that mean the same by it
 QUANTILES = (50, 90, 99)
@@ -103,6 +104,7 @@ CASES = (
     Case("chat, 32 at once, in step", "openai-chat", 32, 128, apart=("TTFT mean", "TTFT p50")),
     Case("chat, 32 at once, drawn times", "openai-chat", 32, 192, 64, "lognormal:0.2:0.3", "lognormal:0.02:0.5"),
     Case("completions, 8 at once", "openai", 8, 48),
+    Case("responses, 8 at once", "openai-responses", 8, 48),
     Case("chat, 8 at once, drawn times", "openai-chat", 8, 48, 64, "lognormal:0.2:0.3", "lognormal:0.02:0.5"),
     Case("chat, 8 at once, 8 tokens", "openai-chat", 8, 96, 8),
     Case("chat, 20 a second", "openai-chat", None, 160, rate=20.0),
@@ -204,8 +206,8 @@ class EvalScope(Tool):
         lines.write_text("".join(f"{each.text}\n" for each in texts))
         load = ["--open-loop", "--rate", str(case.rate)] if case.rate else ["--parallel", str(case.concurrency)]
         return [
-            *self.program, *load, "--url", url + PATHS[case.kind], "--api", "openai", "--model", self.model,
-            "--dataset", "custom", "--dataset-path", str(lines), "--number", str(case.requests),
+            *self.program, *load, "--url", url + PATHS[case.kind], "--api", EVALSCOPE.get(case.kind, "openai"),
+            "--model", self.model, "--dataset", "custom", "--dataset-path", str(lines), "--number", str(case.requests),
             "--warmup-num", str(case.warmups), "--max-tokens", str(case.tokens), "--extra-args", '{"ignore_eos": true}',
             "--no-test-connection", "--outputs-dir", str(out), "--no-timestamp",
         ]  # fmt: skip

@@ -232,6 +232,22 @@ async def test_adapters_in_turn_and_a_file_that_is_not_gone_through_again(upstre
     assert "tokenpipe: 5 requests to" in run.err
 
 
+@pytest.mark.parametrize("closed", ["0", "1", "2"])
+async def test_a_standard_stream_that_is_closed(upstream: RawUpstream, tmp_path: Path, closed: str) -> None:
+    """Its number would be the next socket's."""
+    upstream.script = stream(*TWO)
+    words = f"{sys.executable} -m gateway loadtest {upstream.url} --model m --prompt hi --num-prompts 3"
+    process = await asyncio.create_subprocess_shell(
+        f"exec {words} {closed}>&-", cwd=ROOT, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, err = await process.communicate()
+    assert process.returncode == 0, err
+    assert (b"Successful requests:                     3\n" in out) is (closed != "1")
+    assert (b"3 requests to" in err) is (closed != "2")
+    assert len(upstream.requests) == 3
+
+
 async def test_a_progress_bar_on_a_terminal(upstream: RawUpstream, tmp_path: Path) -> None:
     held = Held(SSE_HEAD)
     upstream.script = in_turn(*[stream(*TWO)] * 19, held)

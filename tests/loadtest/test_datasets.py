@@ -121,3 +121,11 @@ def test_no_file(tmp_path: Path) -> None:
         prompts(Dataset("custom", tmp_path / "nope"), 1)
     with pytest.raises(ConfigError, match="needs a file: --dataset-path"):
         prompts(Dataset("sharegpt"), 1)
+
+
+@pytest.mark.parametrize("name", ["custom", "sharegpt"])
+def test_a_file_without_a_bottom(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "deep.jsonl"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"deep\.jsonl, line 1: no JSON"):
+        prompts(Dataset(name=name, path=path), 1)

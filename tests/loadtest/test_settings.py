@@ -152,6 +152,7 @@ def test_the_key() -> None:
         ("http://h --report /nope/x.html", "/nope/x.html cannot be written: /nope is no folder"),
         ("http://h --save-result --result-dir /proc/nope", "--result-dir: /proc/nope cannot be made: "),
         ("http://h --save-result --result-dir / --result-filename proc", "the result cannot be written to /proc: expected"),
+        ("http://h --extra-body " + "[" * 100_000, "--extra-body: no JSON: maximum recursion depth"),
         ("http://h --extra-body {\"x\":NaN}", "--extra-body: no JSON: NaN is no number"),
         ("http://h --num-prompts 99999999999999999999", "expected fewer (--num-prompts, --num-warmups) or shorter ones"),
         ("http://h --num-warmups 99999999999999999999", "expected fewer (--num-prompts, --num-warmups) or shorter ones"),
