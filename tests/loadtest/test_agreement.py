@@ -64,7 +64,7 @@ async def test_the_gateways_histograms_say_what_the_load_tester_says(
         chance = random.Random(request.body)
         await wire.send(SSE_HEAD)
         for token in (*[delta("a")] * 4, FINISHED[0]):
-            await asyncio.sleep(chance.choice([0.035, 0.12, 0.25, 0.35]))  # each in the middle of a bucket
+            await asyncio.sleep(chance.choice([0.0625, 0.125, 0.25, 0.35]))  # each in the middle of a bucket
             await wire.send(chunk(token))
         await wire.send(chunk(USAGE) + chunk(DONE) + LAST)
 
