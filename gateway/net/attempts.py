@@ -22,6 +22,7 @@ from gateway.net import body
 from gateway.net.call import Call, Upload
 from gateway.net.fleet import Fleet
 from gateway.net.hold import Hold
+from gateway.net.legs import Leg
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import Connection, ConnectionPool
 from gateway.net.watch import Watch
@@ -51,7 +52,7 @@ class Attempts:
             exchange.attempts += 1
             exchange.backend = lease.backend.name
             try:
-                return await self._attempt(call, head, route, upload, fresh=stale)
+                return await self.attempt(call, call, head, route, upload, fresh=stale)
             except (UpstreamFailed, EngineRefused) as failure:
                 self._failed(call, lease.backend, failure)
                 stale = failure.code == "stale_connection"
@@ -74,16 +75,20 @@ class Attempts:
                 lease = call.lease = following
                 self._admission.wake()
 
-    async def _attempt(self, call: Call, head: RequestHead, route: Route, upload: Upload, *, fresh: bool) -> ResponseHead:
-        connections = call.connections
+    async def attempt(
+        self, call: Call, leg: Leg, head: RequestHead, route: Route, upload: Upload, *, fresh: bool = False, hold: bool = False
+    ) -> ResponseHead:
+        """One attempt on the backend that `leg` has a lease on. `fresh`: on a new connection; `hold`: as `commit: first_event`.
+        Raises UpstreamFailed, EngineRefused, Refusal."""
+        connections = leg.connections
         assert connections is not None
-        exchange, policy, origin = call.exchange, call.policy, connections.origin
+        exchange, policy, origin = leg.exchange, call.policy, connections.origin
         exchange.phase, exchange.connect_began = _CONNECT, time.monotonic()
         connection = None if fresh else connections.take()
         self._observer.connection(origin.name, reused=connection is not None)
         if connection is None:
             connection = await self._connect(call, connections, policy.timeouts.connect)
-        call.connection = connection
+        leg.connection = connection
         exchange.phase = _WAIT
         now = exchange.sent = exchange.connected = time.monotonic()
         host = head.named.get(b"host", b"") if route.authority is None else route.authority
@@ -101,22 +106,22 @@ class Attempts:
             answer = connection.send(octets + upload.held, head.method)
         else:
             answer = connection.send(octets + body.framed(upload, upload.held), head.method)
-            call.upload = self._tasks.spawn(body.send_rest(call, connection, upload), "upload")
+            leg.upload = self._tasks.spawn(body.send_rest(call, connection, upload), "upload")
         self._watch.begin(call, now)
         response = await answer
         exchange.head_received = time.monotonic()
-        if policy.hold and route.dialect is not None and headers.is_event_stream(response):
-            await self._first_event(call, connection, response, route.dialect)
+        if (hold or policy.hold) and route.dialect is not None and headers.is_event_stream(response):
+            await self._first_event(leg, connection, response, route.dialect)
         return response
 
-    async def _first_event(self, call: Call, connection: Connection, response: ResponseHead, dialect: Dialect) -> None:
+    async def _first_event(self, leg: Leg, connection: Connection, response: ResponseHead, dialect: Dialect) -> None:
         """Wait until the stream says something. Raises EngineRefused where that is an error."""
-        call.exchange.phase = _FIRST_TOKEN
-        hold = call.hold = Hold(connection, response, dialect)
+        leg.exchange.phase = _FIRST_TOKEN
+        hold = leg.hold = Hold(connection, response, dialect)
         try:
             error = await hold.done
         finally:
-            call.hold = None
+            leg.hold = None
         if error is not None:
             raise EngineRefused(*dialect.as_status(error))
 
@@ -148,13 +153,15 @@ class Attempts:
 
     def expired(self, call: Call, outcome: Outcome) -> None:
         """A deadline has passed before anything could be relayed."""
-        timeouts, waiting = call.policy.timeouts, call.hold or call.connection
-        if waiting is None:
-            return
-        if outcome is Outcome.TIMEOUT_TOTAL:
-            assert timeouts.total is not None
-            waiting.fail(body.total_passed(timeouts.total))
-        else:
-            what = "response head" if call.hold is None else "first event"
-            message = f"the backend sent no {what} within {timeouts.first_byte:g} s (timeouts.first_byte)"
-            waiting.fail(UpstreamFailed("timeout_first_byte", message))
+        timeouts = call.policy.timeouts
+        for leg in (call, *call.others):
+            waiting = leg.waiting
+            if waiting is None:
+                continue
+            if outcome is Outcome.TIMEOUT_TOTAL:
+                assert timeouts.total is not None
+                waiting.fail(body.total_passed(timeouts.total))
+            else:
+                what = "response head" if leg.hold is None else "first event"
+                message = f"the backend sent no {what} within {timeouts.first_byte:g} s (timeouts.first_byte)"
+                waiting.fail(UpstreamFailed("timeout_first_byte", message))

@@ -318,7 +318,7 @@ class Gateway:
         gone = client.gone_at or time.monotonic()
         if call.interrupted is None:
             exchange.end(Outcome.CLIENT_GONE, gone)
-        if call.connection is not None:
+        if call.connection is not None or call.others:
             call.let_go()
             self.observer.aborted(exchange, time.monotonic() - gone)
 
@@ -338,6 +338,8 @@ class Gateway:
         if call.lease is not None:
             self._judge(call.lease.backend, exchange)
             call.lease.release()
+        for leg in call.others:
+            leg.end()
         if call.slot is not None:
             self.admission.release(call.slot)
         try:
