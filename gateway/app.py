@@ -38,6 +38,7 @@ from gateway.core.admission import Admission
 from gateway.core.affinity import Keys
 from gateway.core.backend import Backend, HealthSettings
 from gateway.core.exchange import Observer
+from gateway.core.hedging import Hedge
 from gateway.core.inspection import Inspector, TokenRules
 from gateway.core.members import Member, Place
 from gateway.core.models import Models, Rule, Target, Way
@@ -521,8 +522,9 @@ def _policy(config: Config) -> Policy:
         coalesce=(config.coalesce.delay, config.coalesce.bytes) if config.coalesce.delay is not None else None,
         classes=_classes(config),
         step=deadlines.shortest(comment),
+        hedges=_hedges(config) or None,
         keys=Keys(config.affinity.by, config.affinity.header) if config.balance == "affinity" else None,
-        looks=bool(watched) or tokens != TokenRules() or config.usage == "inject",
+        looks=bool(watched) or bool(config.models) or tokens != TokenRules() or config.usage == "inject",
     )
 
 
@@ -541,6 +543,11 @@ def _model_rules(config: Config) -> dict[str, Rule]:
         )
         for name, one in config.models.items()
     }
+
+
+def _hedges(config: Config) -> dict[str, Hedge]:
+    rules = {name: model.hedge for name, model in config.models.items()}
+    return {name: Hedge(rule.after, rule.unstreamed) for name, rule in rules.items() if rule is not None}
 
 
 def _client_settings(config: Config) -> ClientSettings:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.core.admission import Quotas
 from gateway.core.affinity import Keys
 from gateway.core.dialects import DEFAULT, Dialect
 from gateway.core.exchange import Exchange
+from gateway.core.hedging import Hedge
 from gateway.core.inspection import Inspector
 from gateway.core.jsonbody import Members
 from gateway.core.models import Way
@@ -42,6 +44,7 @@ class Policy:
     looks: bool = True  # some rule needs the body to be looked into
     keys: Keys | None = None  # what requests are kept together by, where the balancing asks for it
     classes: Classes = dataclasses.field(default_factory=Classes)  # of priority
+    hedges: Mapping[str, Hedge] | None = None  # by the model's name; None: no model has one
     step: float = 60.0  # seconds after which a running exchange is first looked at (`Timeouts.shortest`)
 
 
@@ -82,6 +85,7 @@ class Call(Leg):
     tokens = 0  # of its prompt, about
     look_at = NEVER  # when its deadlines are next to be looked at
     others: tuple[Leg, ...] = ()
+    hedged = False  # a second attempt has been made beside the first
     relay: Relay | Tunnel | None = None
 
     def __init__(self, exchange: Exchange, request_id: bytes, request: Request, policy: Policy):

@@ -93,7 +93,7 @@ def _look_at(call: Call, now: float) -> Outcome | None:
     relay = call.relay
     if relay is not None:
         relay.settle()
-    deadline, outcome = min(_deadlines(call, now))
+    deadline, outcome = min(_deadlines(call, now), default=(NEVER, Outcome.TIMEOUT_TOTAL))
     if deadline <= now:
         return outcome
     call.look_at = min(deadline, now + call.policy.step)
@@ -108,8 +108,9 @@ def _deadlines(call: Call, now: float) -> list[tuple[float, Outcome]]:
     if timeouts.total is not None:
         found.append((exchange.accepted + timeouts.total, Outcome.TIMEOUT_TOTAL))
     if relay is None:
-        assert exchange.sent is not None
-        found.append((exchange.sent + timeouts.first_byte, Outcome.TIMEOUT_FIRST_BYTE))
+        sent = [leg.exchange.sent for leg in (call, *call.others) if leg.exchange.sent is not None and leg.waiting is not None]
+        if sent:
+            found.append((min(sent) + timeouts.first_byte, Outcome.TIMEOUT_FIRST_BYTE))
     elif _held_back(call):
         found.append((call.client.taken_at(now) + timeouts.client_write, Outcome.CLIENT_STALLED))
     else:
