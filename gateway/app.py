@@ -523,6 +523,7 @@ def _policy(config: Config) -> Policy:
         classes=_classes(config),
         step=deadlines.shortest(comment),
         hedges=_hedges(config) or None,
+        migrations={name: m.migrate.attempts for name, m in config.models.items() if m.migrate is not None} or None,
         keys=Keys(config.affinity.by, config.affinity.header) if config.balance == "affinity" else None,
         looks=bool(watched) or bool(config.models) or tokens != TokenRules() or config.usage == "inject",
     )

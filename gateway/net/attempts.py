@@ -21,7 +21,7 @@ from gateway.core.outcome import Outcome, Phase
 from gateway.core.retry import Retries
 from gateway.core.routing import Route
 from gateway.errors import EngineRefused, Refusal, UpstreamFailed
-from gateway.net import body, hedge
+from gateway.net import body, hedge, migrate
 from gateway.net.call import Call, Upload
 from gateway.net.fleet import Fleet
 from gateway.net.hold import Hold
@@ -47,6 +47,8 @@ class Attempts:
         self.retries.request()
         tried: list[Backend] = []
         stale = False
+        if call.policy.migrations is not None:
+            migrate.prepare(call, route, upload)
         after = None if call.policy.hedges is None else _hedged_after(call, call.policy.hedges, upload)
         lease = call.lease or self.fleet.pick(call)
         if lease is None:

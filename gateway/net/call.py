@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.core.admission import Quotas
 from gateway.core.affinity import Keys
+from gateway.core.continuation import Continuation
 from gateway.core.dialects import DEFAULT, Dialect
 from gateway.core.exchange import Exchange
 from gateway.core.hedging import Hedge
@@ -45,6 +46,7 @@ class Policy:
     keys: Keys | None = None  # what requests are kept together by, where the balancing asks for it
     classes: Classes = dataclasses.field(default_factory=Classes)  # of priority
     hedges: Mapping[str, Hedge] | None = None  # by the model's name; None: no model has one
+    migrations: Mapping[str, int] | None = None  # how many a stream may make, by the model's name
     step: float = 60.0  # seconds after which a running exchange is first looked at (`Timeouts.shortest`)
 
 
@@ -85,6 +87,7 @@ class Call(Leg):
     tokens = 0  # of its prompt, about
     look_at = NEVER  # when its deadlines are next to be looked at
     others: tuple[Leg, ...] = ()
+    continuation: Continuation | None = None  # the request, where it may be gone on with elsewhere
     hedged = False  # a second attempt has been made beside the first
     relay: Relay | Tunnel | None = None
 

@@ -61,10 +61,10 @@ async def race(attempts: Attempts, call: Call, attempt: Attempt, after: float, t
 
 
 def _start(attempts: Attempts, attempt: Attempt, leg: Leg) -> asyncio.Task[Said]:
-    return attempts.tasks.spawn(_said(attempt(leg)), "a hedged attempt")
+    return attempts.tasks.spawn(said(attempt(leg)), "a hedged attempt")
 
 
-async def _said(attempt: Coroutine[Any, Any, ResponseHead]) -> Said:
+async def said(attempt: Coroutine[Any, Any, ResponseHead]) -> Said:
     """What came of an attempt: a failure is none of the task's."""
     try:
         return await attempt
@@ -99,18 +99,18 @@ async def _first(attempts: Attempts, call: Call, running: dict[asyncio.Task[Said
     while running:
         done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         for task in [task for task in running if task in done]:
-            leg, said = running.pop(task), task.result()
-            if isinstance(said, ResponseHead):
-                if wins(said):
-                    return leg, said
-                spare = spare or (leg, said)
-            elif isinstance(said, (UpstreamFailed, EngineRefused)):
-                failed.append((said, leg.exchange.backend))
-                attempts.failed(leg, said)
+            leg, answer = running.pop(task), task.result()
+            if isinstance(answer, ResponseHead):
+                if wins(answer):
+                    return leg, answer
+                spare = spare or (leg, answer)
+            elif isinstance(answer, (UpstreamFailed, EngineRefused)):
+                failed.append((answer, leg.exchange.backend))
+                attempts.failed(leg, answer)
                 leg.end()
                 attempts.admission.wake()
             else:  # of the whole exchange: its time is over, or there are no descriptors left
-                raise said
+                raise answer
     if spare is not None:
         return spare
     worst = better(*[failure for failure, _ in failed])

@@ -25,6 +25,7 @@ from gateway.core.framing import BodyReader, ChunkedReader, CloseReader, LengthR
 from gateway.core.head import CHUNKED, Framing
 from gateway.core.meter import Meter
 from gateway.core.outcome import Outcome, Phase
+from gateway.core.seam import Seam
 from gateway.errors import Ended
 from gateway.net.coalesce import Coalescer
 
@@ -57,7 +58,7 @@ class Relay:
         exchange: Exchange,
         client: Downstream,
         connection: Connection,
-        reader: BodyReader,
+        reader: BodyReader | Seam,
         to_client: Framing,
         meter: Meter | None,
         observer: Observer,

@@ -46,7 +46,7 @@ def test_each_part_hears_everything() -> None:
     observers = Observers(*parts)
     for tell in EVERY:
         tell(observers)
-    names = ["ended", "paused", "resumed", "aborted", "retried", "failed", "connection"]
+    names = ["ended", "paused", "resumed", "aborted", "retried", "hedged", "migrated", "failed", "connection"]
     assert [part.heard for part in parts] == [names, names]
 
 
