@@ -48,7 +48,7 @@ class Attempts:
         tried: list[Backend] = []
         stale = False
         if call.policy.migrations is not None:
-            migrate.prepare(call, route, upload)
+            migrate.asks(call, route, upload)
         after = None if call.policy.hedges is None else _hedged_after(call, call.policy.hedges, upload)
         lease = call.lease or self.fleet.pick(call)
         if lease is None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.core.admission import Quotas
 from gateway.core.affinity import Keys
-from gateway.core.continuation import Continuation
 from gateway.core.dialects import DEFAULT, Dialect
 from gateway.core.exchange import Exchange
 from gateway.core.hedging import Hedge
@@ -87,7 +86,7 @@ class Call(Leg):
     tokens = 0  # of its prompt, about
     look_at = NEVER  # when its deadlines are next to be looked at
     others: tuple[Leg, ...] = ()
-    continuation: Continuation | None = None  # the request, where it may be gone on with elsewhere
+    asked: Upload | None = None  # the request's body, where its stream may be gone on with elsewhere
     hedged = False  # a second attempt has been made beside the first
     relay: Relay | Tunnel | None = None
 

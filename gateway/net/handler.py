@@ -207,7 +207,7 @@ class Gateway:
         exchange.status, exchange.committed, exchange.phase = response.status, True, _FIRST_TOKEN
         now = exchange.head_received
         assert now is not None
-        seam = None if call.continuation is None else migrate.seam(call, response)
+        seam = None if call.asked is None else migrate.seam(call, response)
         make = Relay if seam is None else functools.partial(migrate.SeamedRelay, seam)
         relay = call.relay = make(
             exchange,

@@ -32,23 +32,22 @@ if TYPE_CHECKING:
 _MENDED_ELSEWHERE = (Outcome.UPSTREAM_RESET, Outcome.TIMEOUT_IDLE, Outcome.TIMEOUT_PROGRESS)
 
 
-def prepare(call: Call, route: Route, upload: Upload) -> None:
-    """Before the first attempt: whether the request may be gone on with elsewhere."""
-    rules = call.policy.migrations
-    assert rules is not None
-    most = rules.get(call.exchange.model or "", 0)
-    if most and upload.kept and not route.loopback:
-        call.continuation = continuation(route.path, upload.held)
+def asks(call: Call, route: Route, upload: Upload) -> None:
+    """Before the first attempt: whether the request is of a model that opts in; its body is kept while the stream lasts."""
+    assert call.policy.migrations is not None
+    if upload.kept and not route.loopback and call.policy.migrations.get(call.exchange.model or ""):
+        call.asked = upload
 
 
 def seam(call: Call, response: ResponseHead) -> Seam | None:
     """What reads the response, if it is one that may be gone on with."""
-    wanted, head = call.continuation, call.request.head
-    assert wanted is not None
-    if _is_fit(response) and head is not None and head.minor:
-        return Seam(wanted)
-    call.continuation = None
-    return None
+    upload, head, route = call.asked, call.request.head, call.route
+    assert upload is not None
+    assert route is not None
+    if not _is_fit(response) or head is None or not head.minor:
+        return None
+    wanted = continuation(route.path, upload.held)  # as it was sent: an alias may have changed it
+    return None if wanted is None else Seam(wanted)
 
 
 def _is_fit(response: ResponseHead) -> bool:

@@ -102,7 +102,7 @@ async def test_other_models_are_never_hedged(start_gateway: Start) -> None:
         late = backends[0].script = s.Held()
         gateway = await start(start_gateway, backends)
         client = await gateway.connect()
-        await client.send(s.post({**s.CHAT, "model": "another"}))
+        await client.send(s.post({**s.CHAT, "model": "m0"}))
         await late.wire()
         await asyncio.sleep(2 * AFTER)
         assert served(backends) == [1, 0]

@@ -234,7 +234,7 @@ NEVER: list[tuple[str, dict[str, Any], list[bytes]]] = [
     ("all but the end", {}, events(WORDS)[:-1]),
     ("reasoning", {}, [s.event({"choices": [{"index": 0, "delta": {"reasoning": "hm"}}]}), *events(WORDS)[1:3]]),
     ("a limit that is reached", COUNTED | {"max_tokens": 3}, events(WORDS, counted=True)[:4]),
-    ("another model", {"model": "another"}, events(WORDS)[:4]),
+    ("another model", {"model": "m0"}, events(WORDS)[:4]),
 ]
 
 
