@@ -12,7 +12,6 @@ taken out, and usage is added up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -112,13 +111,14 @@ class Seam:
 
     @property
     def at_boundary(self) -> bool:
-        return not self._raw or self._reader.at_boundary
+        return True  # all that passes is framed here
 
     @property
     def ended(self) -> bool:
         return self._reader.done
 
     def feed(self, data: bytes) -> list[bytes]:
+        whole, before = self._reader.between, self.done
         pieces = self._reader.feed(data)
         passed = pieces if self._raw else self._whole(pieces)
         if self._reader.done and self.broke is None and not self.lost and not self._terminal:
@@ -126,9 +126,12 @@ class Seam:
         self.done = self._reader.done and self.broke is None
         if self.done and self._half:  # behind the terminal event
             passed, self._half = [*passed, self._half], b""
-        self.out = b"".join([frame(piece) for piece in passed if piece])
-        if self.done:
-            self.out += LAST_CHUNK
+        if whole and self._reader.between and passed == pieces:
+            self.out = self._reader.out  # as it came
+        else:
+            self.out = b"".join([frame(piece) for piece in passed if piece])
+            if self.done and not before:
+                self.out += LAST_CHUNK
         return passed
 
     # -- from one answer to the next -----------------------------------------------------------------------------------
@@ -163,6 +166,8 @@ class Seam:
 
     def _whole(self, pieces: list[bytes]) -> list[bytes]:
         """The events that are whole by now, and may pass."""
+        if len(pieces) == 1 and not self._half and self.broke is None and _is_one(pieces[0]):  # nearly always
+            return self._judge(pieces[0])
         data = self._half + b"".join(pieces)
         passed: list[bytes] = []
         at = 0
@@ -185,48 +190,42 @@ class Seam:
         self.lost, self._text = True, []
         self._raw = self._raw or raw or not self._second
 
-    def _judge(self, event: bytes) -> Iterator[bytes]:
-        """Take in what an event says; then it passes, or another one in its place, or it is held back."""
-        if event.startswith(b":") or not event.strip():
-            yield event
-            return
+    def _judge(self, event: bytes) -> list[bytes]:
+        """Take in what an event says. It passes, or another one in its place, or it is held back."""
         data = event[5:].strip() if event.startswith(b"data:") else b""
         if data == b"[DONE]":
-            if self._finished:
-                self._terminal = True
-                yield event
-            else:
-                yield from self._break(event)
-            return
+            if not self._finished:
+                return self._break(event)
+            self._terminal = True
+            return [event]
+        if not data and (event.startswith(b":") or not event.strip()):
+            return [event]
         try:
             chunk = _decode(data)
         except (ValueError, RecursionError):
-            self._surrender()
-            yield event
-            return
-        if chunk.error or chunk.object == "error":
-            if status_of(chunk.error) < 500:  # the client's own fault
-                self._surrender()
-                yield event
-            else:
-                yield from self._break(event)
-        elif any(failed(choice.finish_reason) for choice in chunk.choices):
-            yield from self._break(event)
-        elif len(chunk.choices) > 1 or (chunk.choices and chunk.choices[0].index):
-            self._surrender()
-            yield event
-        else:
-            rewritten = self._rewritten(event, data, chunk) if self._second else event
-            self._note(chunk, data)
-            if rewritten:
-                yield rewritten
+            return self._surrender_to(event)
+        choices = chunk.choices
+        if chunk.error or chunk.object == "error":  # one below 500 is the client's own fault
+            return self._break(event) if status_of(chunk.error) >= 500 else self._surrender_to(event)
+        if choices:
+            if len(choices) > 1 or choices[0].index:
+                return self._surrender_to(event)
+            if choices[0].finish_reason is not None and failed(choices[0].finish_reason):
+                return self._break(event)
+        rewritten = self._rewritten(event, data, chunk) if self._second else event
+        self._note(chunk, data)
+        return [rewritten] if rewritten else []
 
-    def _break(self, event: bytes) -> Iterator[bytes]:
+    def _break(self, event: bytes) -> list[bytes]:
         if self.lost:
-            yield event
-        else:
-            self.broke = Outcome.STREAM_ERROR
-            self._held.append(event)
+            return [event]
+        self.broke = Outcome.STREAM_ERROR
+        self._held.append(event)
+        return []
+
+    def _surrender_to(self, event: bytes) -> list[bytes]:
+        self._surrender()
+        return [event]
 
     def _note(self, chunk: _Chunk, data: bytes) -> None:
         usage = chunk.usage
@@ -312,6 +311,11 @@ class Seam:
             "completion_tokens": both,
             "total_tokens": self._prompt + both,
         }
+
+
+def _is_one(piece: bytes) -> bool:
+    """Whether it is one whole event, with LF line ends."""
+    return piece.endswith(b"\n\n") and piece.find(b"\n\n") == len(piece) - 2 and b"\r" not in piece
 
 
 def _more_than_text(delta: _Delta) -> bool:

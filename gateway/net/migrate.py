@@ -96,7 +96,7 @@ class SeamedRelay(Relay):
             self.left.set_result(None)
 
     def _leave(self, why: Ended) -> None:
-        self.last = time.monotonic()  # from now on the silence is that of whoever is asked next
+        self.began = self.last = time.monotonic()  # from now on the silence is that of whoever is asked next
         self.left.set_result(why)
 
     @property
@@ -107,7 +107,7 @@ class SeamedRelay(Relay):
     def go_on(self, connection: Connection) -> None:
         """With what comes on this connection: an answer to the seam's request, of which the head has been read."""
         pending, now = connection.pending, time.monotonic()
-        self.connection, self.last = connection, now
+        self.connection, self.began, self.last = connection, now, now
         self.left = self.client.loop.create_future()
         self._seam.go_on()
         connection.hand_over(self)

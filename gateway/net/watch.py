@@ -116,8 +116,8 @@ def _deadlines(call: Call, now: float) -> list[tuple[float, Outcome]]:
     else:
         found.append((relay.last + timeouts.idle, Outcome.TIMEOUT_IDLE))
         meter = exchange.meter
-        if timeouts.progress is not None and meter is not None and meter.streamed and exchange.head_received is not None:
-            since = max(meter.last_output or 0.0, exchange.head_received)
+        if timeouts.progress is not None and meter is not None and meter.streamed and isinstance(relay, Relay):
+            since = max(meter.last_output or 0.0, relay.began)
             found.append((since + timeouts.progress, Outcome.TIMEOUT_PROGRESS))
     return found
 

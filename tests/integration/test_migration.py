@@ -322,6 +322,44 @@ async def test_silence(start_gateway: Start) -> None:
         assert await gateway.metric("tokenpipe_migrations_total", reason="timeout_idle") == 1
 
 
+async def test_comments_are_no_progress(start_gateway: Start) -> None:
+    """A frozen engine behind a server that says that it lives; and the time of whoever is asked next begins anew."""
+    async with fleet(2) as backends:
+
+        async def frozen(wire: HttpWire, request: Message) -> None:
+            await wire.send(s.SSE_HEAD + framed(events(WORDS)[:3]))
+            while not wire.ended:
+                await wire.send(s.chunk(b": keep-alive\n\n"))
+                await asyncio.sleep(0.05)
+
+        async def slow(wire: HttpWire, request: Message) -> None:
+            await asyncio.sleep(0.5)
+            await Engine()(wire, request)
+
+        backends[0].script, backends[1].script = frozen, slow
+        gateway = await start(start_gateway, backends, timeouts={"progress": 1})
+        answer = await ask(gateway, CHAT)
+        told = answer.body.replace(b": keep-alive\n\n", b"")
+        assert text_of(told) == "".join(WORDS)
+        await at_rest(gateway)
+        assert await gateway.metric("tokenpipe_migrations_total", reason="timeout_progress") == 1
+
+
+async def test_the_client_is_told_where_nobody_goes_on(start_gateway: Start) -> None:
+    """on_truncation: error_event. Half an event of the dead backend's is not there to stand in its way."""
+    async with fleet(1) as backends:
+        backends[0].script = s.raw(s.SSE_HEAD + framed(events(WORDS)[:3])[:-9], then="reset")
+        gateway = await start(start_gateway, backends, on_truncation="error_event")
+        client = await gateway.connect()
+        await client.send(s.post(CHAT))
+        whole = await until_cut(client)
+        assert framed(events(WORDS)[:2]) in whole
+        assert whole.count(b"data: ") == 3
+        assert b'"code":"upstream_reset"' in whole
+        client.fin()
+        await at_rest(gateway)
+
+
 @pytest.mark.parametrize("how", ["client", "operator", "total", "idle"])
 async def test_ended_between_two_backends(start_gateway: Start, how: str) -> None:
     """While another one is being asked: its connection is closed, and its lease is back."""
