@@ -525,7 +525,7 @@ def _policy(config: Config) -> Policy:
         hedges=_hedges(config) or None,
         migrations={name: m.migrate.attempts for name, m in config.models.items() if m.migrate is not None} or None,
         keys=Keys(config.affinity.by, config.affinity.header) if config.balance == "affinity" else None,
-        looks=bool(watched) or bool(config.models) or tokens != TokenRules() or config.usage == "inject",
+        looks=bool(watched) or _second_tries(config) or tokens != TokenRules() or config.usage == "inject",
     )
 
 
@@ -544,6 +544,11 @@ def _model_rules(config: Config) -> dict[str, Rule]:
         )
         for name, one in config.models.items()
     }
+
+
+def _second_tries(config: Config) -> bool:
+    """Whether a model asks for some: then a body is looked into, for its model, and held as far as it can be sent again."""
+    return any(model.hedge is not None or model.migrate is not None for model in config.models.values())
 
 
 def _hedges(config: Config) -> dict[str, Hedge]:
