@@ -38,6 +38,7 @@ from gateway.core.admission import Admission
 from gateway.core.affinity import Keys
 from gateway.core.backend import Backend, HealthSettings
 from gateway.core.exchange import Observer
+from gateway.core.hedging import Hedge
 from gateway.core.inspection import Inspector, TokenRules
 from gateway.core.members import Member, Place
 from gateway.core.models import Models, Rule, Target, Way
@@ -521,8 +522,10 @@ def _policy(config: Config) -> Policy:
         coalesce=(config.coalesce.delay, config.coalesce.bytes) if config.coalesce.delay is not None else None,
         classes=_classes(config),
         step=deadlines.shortest(comment),
+        hedges=_hedges(config) or None,
+        migrations={name: m.migrate.attempts for name, m in config.models.items() if m.migrate is not None} or None,
         keys=Keys(config.affinity.by, config.affinity.header) if config.balance == "affinity" else None,
-        looks=bool(watched) or tokens != TokenRules() or config.usage == "inject",
+        looks=bool(watched) or _second_tries(config) or tokens != TokenRules() or config.usage == "inject",
     )
 
 
@@ -541,6 +544,16 @@ def _model_rules(config: Config) -> dict[str, Rule]:
         )
         for name, one in config.models.items()
     }
+
+
+def _second_tries(config: Config) -> bool:
+    """Whether a model asks for some: then a body is looked into, for its model, and held as far as it can be sent again."""
+    return any(model.hedge is not None or model.migrate is not None for model in config.models.values())
+
+
+def _hedges(config: Config) -> dict[str, Hedge]:
+    rules = {name: model.hedge for name, model in config.models.items()}
+    return {name: Hedge(rule.after, rule.unstreamed) for name, rule in rules.items() if rule is not None}
 
 
 def _client_settings(config: Config) -> ClientSettings:

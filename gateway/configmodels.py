@@ -10,6 +10,7 @@ import msgspec
 
 from gateway.configbackends import BackendConfig, Clash, Section
 from gateway.configfile import OneOrMany, describe, join
+from gateway.confighedging import HedgeConfig, MigrateConfig
 from gateway.configvalues import ClassName, Count, FieldName, ModelName, whole
 
 CLASSES_MOST = 16
@@ -28,6 +29,8 @@ class ModelConfig(Section, frozen=True):
     route_to: Annotated[list[RouteTo], OneOrMany("a mapping of model, weight and fallback, or a list of them")] | None = None
     in_flight: Count | None = None
     priority: ClassName | None = None
+    hedge: HedgeConfig | None = None
+    migrate: MigrateConfig | None = None
 
 
 class Priority(Section, frozen=True):

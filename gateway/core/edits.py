@@ -7,7 +7,7 @@ import re
 import msgspec
 
 HELD_MOST = 65536  # octets of one event that are held back to see whether it is to go; a usage event has some 300
-_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 
 
 class _Chunk(msgspec.Struct):
@@ -31,7 +31,7 @@ class UsageStripper:
         self._held = b""
         out = []
         at = 0
-        for match in _END.finditer(data):
+        for match in EVENT_END.finditer(data):
             event = data[at : match.end()]
             at = match.end()
             if self._passing or not _is_usage(event):

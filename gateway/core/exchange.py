@@ -26,6 +26,7 @@ class Exchange:
     prefill_backend: str | None = None
     status: int | None = None  # of the response as the client got it
     attempts = 0
+    migrated_from: str | None = None  # the backends that left it in mid-stream, in their order
     # how it stands, and how it ended
     phase = Phase.READ
     outcome: Outcome | None = None
@@ -78,6 +79,12 @@ class Observer(Protocol):
         """The client left; `seconds` later its upstream's socket was closed."""
 
     def retried(self, exchange: Exchange, reason: str) -> None: ...
+
+    def hedged(self, exchange: Exchange, result: str) -> None:
+        """A hedge came to its end: it `won`, it `lost`, or both attempts `failed`."""
+
+    def migrated(self, exchange: Exchange, reason: str) -> None:
+        """A stream goes on elsewhere, for this reason. What was seen of it so far is still its first backend's."""
 
     def failed(self, exchange: Exchange, reason: str) -> None:
         """An attempt failed by its backend's fault."""

@@ -36,6 +36,13 @@ class Retries:
         if self._credit < RESERVE:
             self._credit = min(self._credit + self.settings.budget, RESERVE)
 
+    def afford(self) -> bool:
+        """Whether there is credit for an attempt beside the first; takes it."""
+        if self._credit < 1:
+            return False
+        self._credit -= 1
+        return True
+
     def again(self, failure: UpstreamFailed | EngineRefused, method: bytes, attempts: int, *, body_kept: bool) -> bool:
         """Whether to try once more after `attempts` attempts; takes from the budget. `body_kept`: it can be sent again."""
         stale = failure.code == "stale_connection" and (method in SAFE or self.settings.replay_stale)
@@ -43,7 +50,4 @@ class Retries:
             return False
         # a connection that proved stale says nothing of the backend: that repetition is not an attempt of the operator's
         most = max(self.settings.attempts, 2) if stale else self.settings.attempts
-        if attempts >= most or self._credit < 1:
-            return False
-        self._credit -= 1
-        return True
+        return attempts < most and self.afford()

@@ -6,7 +6,9 @@ the client: what goes wrong can be answered with a status, or tried elsewhere. `
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Mapping
 
 from gateway.core import headers
 from gateway.core.admission import Admission
@@ -14,14 +16,16 @@ from gateway.core.backend import Backend
 from gateway.core.dialects import Dialect
 from gateway.core.exchange import Observer
 from gateway.core.head import RequestHead, ResponseHead
+from gateway.core.hedging import Hedge
 from gateway.core.outcome import Outcome, Phase
 from gateway.core.retry import Retries
 from gateway.core.routing import Route
 from gateway.errors import EngineRefused, Refusal, UpstreamFailed
-from gateway.net import body
+from gateway.net import body, hedge, migrate
 from gateway.net.call import Call, Upload
 from gateway.net.fleet import Fleet
 from gateway.net.hold import Hold
+from gateway.net.legs import Leg
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import Connection, ConnectionPool
 from gateway.net.watch import Watch
@@ -34,56 +38,69 @@ class Attempts:
     def __init__(
         self, fleet: Fleet, admission: Admission, retries: Retries, observer: Observer, tasks: Tasks, watch: Watch
     ) -> None:
-        self._fleet, self._admission, self._retries, self._observer = fleet, admission, retries, observer
-        self._tasks, self._watch = tasks, watch
+        self.fleet, self.admission, self.retries, self.observer = fleet, admission, retries, observer
+        self.tasks, self._watch = tasks, watch
 
     async def response(self, call: Call, head: RequestHead, route: Route, upload: Upload) -> ResponseHead:
         """A backend's response head; the lease and the connection that it came on are the call's. Raises Refusal."""
         exchange = call.exchange
-        self._retries.request()
+        self.retries.request()
         tried: list[Backend] = []
         stale = False
-        lease = call.lease or self._fleet.pick(call)
+        if call.policy.migrations is not None:
+            migrate.asks(call, route, upload)
+        after = None if call.policy.hedges is None else _hedged_after(call, call.policy.hedges, upload)
+        lease = call.lease or self.fleet.pick(call)
         if lease is None:
-            raise self._fleet.nobody(call)
+            raise self.fleet.nobody(call)
         while True:
             call.lease = lease
             exchange.attempts += 1
             exchange.backend = lease.backend.name
             try:
-                return await self._attempt(call, head, route, upload, fresh=stale)
+                if after is None:
+                    return await self.attempt(call, call, head, route, upload, fresh=stale)
+                attempt = functools.partial(self._held_attempt, call, head, route, upload, stale)
+                return await hedge.race(self, call, attempt, after, tried)
             except (UpstreamFailed, EngineRefused) as failure:
-                self._failed(call, lease.backend, failure)
+                if call.hedged:
+                    raise  # that was the other try, and both are judged and over
+                self.failed(call, failure)
+                call.let_go()
                 stale = failure.code == "stale_connection"
                 if isinstance(failure, EngineRefused) and failure.status < 500:
                     raise  # the client's own fault: it would be no better elsewhere
                 if stale:  # of the backend it says nothing: the same one, with the same lease
-                    if not self._retries.again(failure, head.method, exchange.attempts, body_kept=upload.kept):
+                    if not self.retries.again(failure, head.method, exchange.attempts, body_kept=upload.kept):
                         raise
-                    self._observer.retried(exchange, failure.code)
+                    self.observer.retried(exchange, failure.code)
                     continue
                 tried.append(lease.backend)
-                following = self._fleet.pick(call, tried)
+                following = self.fleet.pick(call, tried)
                 if following is None:
                     raise  # what went wrong says more than that there is nobody else
-                if not self._retries.again(failure, head.method, exchange.attempts, body_kept=upload.kept):
+                if not self.retries.again(failure, head.method, exchange.attempts, body_kept=upload.kept):
                     following.release()
                     raise
-                self._observer.retried(exchange, failure.code)
-                lease.release()
-                lease = call.lease = following
-                self._admission.wake()
+                self.observer.retried(exchange, failure.code)
+                call.end()
+                lease = following
+                self.admission.wake()
 
-    async def _attempt(self, call: Call, head: RequestHead, route: Route, upload: Upload, *, fresh: bool) -> ResponseHead:
-        connections = call.connections
+    async def attempt(
+        self, call: Call, leg: Leg, head: RequestHead, route: Route, upload: Upload, *, fresh: bool = False, hold: bool = False
+    ) -> ResponseHead:
+        """One attempt on the backend that `leg` has a lease on. `fresh`: on a new connection; `hold`: as `commit: first_event`.
+        Raises UpstreamFailed, EngineRefused, Refusal."""
+        connections = leg.connections
         assert connections is not None
-        exchange, policy, origin = call.exchange, call.policy, connections.origin
+        exchange, policy, origin = leg.exchange, call.policy, connections.origin
         exchange.phase, exchange.connect_began = _CONNECT, time.monotonic()
         connection = None if fresh else connections.take()
-        self._observer.connection(origin.name, reused=connection is not None)
+        self.observer.connection(origin.name, reused=connection is not None)
         if connection is None:
             connection = await self._connect(call, connections, policy.timeouts.connect)
-        call.connection = connection
+        leg.connection = connection
         exchange.phase = _WAIT
         now = exchange.sent = exchange.connected = time.monotonic()
         host = head.named.get(b"host", b"") if route.authority is None else route.authority
@@ -101,22 +118,22 @@ class Attempts:
             answer = connection.send(octets + upload.held, head.method)
         else:
             answer = connection.send(octets + body.framed(upload, upload.held), head.method)
-            call.upload = self._tasks.spawn(body.send_rest(call, connection, upload), "upload")
+            leg.upload = self.tasks.spawn(body.send_rest(call, connection, upload), "upload")
         self._watch.begin(call, now)
         response = await answer
         exchange.head_received = time.monotonic()
-        if policy.hold and route.dialect is not None and headers.is_event_stream(response):
-            await self._first_event(call, connection, response, route.dialect)
+        if (hold or policy.hold) and route.dialect is not None and headers.is_event_stream(response):
+            await self._first_event(leg, connection, response, route.dialect)
         return response
 
-    async def _first_event(self, call: Call, connection: Connection, response: ResponseHead, dialect: Dialect) -> None:
+    async def _first_event(self, leg: Leg, connection: Connection, response: ResponseHead, dialect: Dialect) -> None:
         """Wait until the stream says something. Raises EngineRefused where that is an error."""
-        call.exchange.phase = _FIRST_TOKEN
-        hold = call.hold = Hold(connection, response, dialect)
+        leg.exchange.phase = _FIRST_TOKEN
+        hold = leg.hold = Hold(connection, response, dialect)
         try:
             error = await hold.done
         finally:
-            call.hold = None
+            leg.hold = None
         if error is not None:
             raise EngineRefused(*dialect.as_status(error))
 
@@ -135,26 +152,42 @@ class Attempts:
                 raise UpstreamFailed(refusal.code, refusal.message, unsent=True) from None
             raise
 
-    def _failed(self, call: Call, backend: Backend, failure: UpstreamFailed | EngineRefused) -> None:
+    async def _held_attempt(
+        self, call: Call, head: RequestHead, route: Route, upload: Upload, fresh: bool, leg: Leg
+    ) -> ResponseHead:
+        """One of two: what says nothing yet does not count."""
+        return await self.attempt(call, leg, head, route, upload, fresh=fresh and leg is call, hold=True)
+
+    def failed(self, leg: Leg, failure: UpstreamFailed | EngineRefused) -> None:
         """What one attempt's failure says of its backend. That a kept connection was stale says nothing, and an error that
         the backend chose to send does not eject it."""
+        assert leg.lease is not None
+        backend = leg.lease.backend
         if isinstance(failure, EngineRefused):
             if failure.status >= 500:
                 backend.penalty.failed(time.monotonic())
         elif failure.code != "stale_connection":
             backend.failed(time.monotonic())
-            self._observer.failed(call.exchange, failure.code)
-        call.let_go()
+            self.observer.failed(leg.exchange, failure.code)
+        leg.drop()
 
     def expired(self, call: Call, outcome: Outcome) -> None:
         """A deadline has passed before anything could be relayed."""
-        timeouts, waiting = call.policy.timeouts, call.hold or call.connection
-        if waiting is None:
-            return
-        if outcome is Outcome.TIMEOUT_TOTAL:
-            assert timeouts.total is not None
-            waiting.fail(body.total_passed(timeouts.total))
-        else:
-            what = "response head" if call.hold is None else "first event"
-            message = f"the backend sent no {what} within {timeouts.first_byte:g} s (timeouts.first_byte)"
-            waiting.fail(UpstreamFailed("timeout_first_byte", message))
+        timeouts, now = call.policy.timeouts, time.monotonic()
+        for leg in (call, *call.others):
+            waiting, sent = leg.waiting, leg.exchange.sent
+            if waiting is None:
+                continue
+            if outcome is Outcome.TIMEOUT_TOTAL:
+                assert timeouts.total is not None
+                waiting.fail(body.total_passed(timeouts.total))
+            elif sent is not None and sent + timeouts.first_byte <= now:
+                what = "response head" if leg.hold is None else "first event"
+                message = f"the backend sent no {what} within {timeouts.first_byte:g} s (timeouts.first_byte)"
+                waiting.fail(UpstreamFailed("timeout_first_byte", message))
+
+
+def _hedged_after(call: Call, hedges: Mapping[str, Hedge], upload: Upload) -> float | None:
+    """Seconds after which a second backend is asked; None: never."""
+    rule = hedges.get(call.exchange.model or "")
+    return None if rule is None or not upload.kept else rule.delay(call.exchange.stream)

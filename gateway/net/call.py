@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.core.admission import Quotas
 from gateway.core.affinity import Keys
-from gateway.core.backend import Lease
 from gateway.core.dialects import DEFAULT, Dialect
 from gateway.core.exchange import Exchange
+from gateway.core.hedging import Hedge
 from gateway.core.inspection import Inspector
 from gateway.core.jsonbody import Members
 from gateway.core.models import Way
@@ -18,10 +18,9 @@ from gateway.core.priority import Classes
 from gateway.core.routing import Paths, Route
 from gateway.errors import Ended
 from gateway.net.downstream import Request
-from gateway.net.hold import Hold
+from gateway.net.legs import Leg
 from gateway.net.relay import Relay
 from gateway.net.tunnel import Tunnel
-from gateway.net.upstream import Connection, ConnectionPool
 from gateway.net.watch import NEVER, Timeouts
 
 if TYPE_CHECKING:
@@ -45,6 +44,8 @@ class Policy:
     looks: bool = True  # some rule needs the body to be looked into
     keys: Keys | None = None  # what requests are kept together by, where the balancing asks for it
     classes: Classes = dataclasses.field(default_factory=Classes)  # of priority
+    hedges: Mapping[str, Hedge] | None = None  # by the model's name; None: no model has one
+    migrations: Mapping[str, int] | None = None  # how many a stream may make, by the model's name
     step: float = 60.0  # seconds after which a running exchange is first looked at (`Timeouts.shortest`)
 
 
@@ -69,8 +70,11 @@ class Upload:
         self.place: tuple[int, int] | None = None  # of its model, where it is a form
 
 
-class Call:
-    """What one exchange holds, and what can end it from outside. Attributes stand at what the class says until they come."""
+class Call(Leg):
+    """What one exchange holds, and what can end it from outside. Attributes stand at what the class says until they come.
+
+    It is itself the leg whose answer is relayed; `others` are those under way beside it.
+    """
 
     route: Route | None = None
     interrupted: Ended | None = None
@@ -80,16 +84,15 @@ class Call:
     usage_asked = False  # by the gateway, not by the client
     key: float | None = None  # what it is kept together with others by
     tokens = 0  # of its prompt, about
-    lease: Lease | None = None
-    connections: ConnectionPool | None = None  # of the leased backend, as it was when the lease was taken
-    connection: Connection | None = None
     look_at = NEVER  # when its deadlines are next to be looked at
-    upload: asyncio.Task[None] | None = None
-    hold: Hold | None = None  # of a stream that is held back until it says something
+    others: tuple[Leg, ...] = ()
+    asked: Upload | None = None  # the request's body, where its stream may be gone on with elsewhere
+    hedged = False  # a second attempt has been made beside the first
     relay: Relay | Tunnel | None = None
 
     def __init__(self, exchange: Exchange, request_id: bytes, request: Request, policy: Policy):
-        self.exchange, self.request_id, self.request, self.policy = exchange, request_id, request, policy
+        self.exchange = exchange
+        self.request_id, self.request, self.policy = request_id, request, policy
         self.client, self.task = request.client, request.client.task
 
     @property
@@ -107,13 +110,11 @@ class Call:
                 self.task.cancel()
 
     def let_go(self) -> None:
-        """End whatever is under way with the backend."""
+        """End whatever is under way with any backend."""
         self.look_at = NEVER
-        if self.upload is not None:
-            self.upload.cancel()
-        if self.connection is not None:
-            self.connection.drop()
-            self.connection = None
+        self.drop()
+        for leg in self.others:
+            leg.drop()
 
     def write(self, octets: bytes) -> None:
         """To the client, if it is still there."""

@@ -13,6 +13,7 @@ from gateway.core.pool import Pool
 from gateway.errors import Refusal
 from gateway.net.aim import aim
 from gateway.net.call import Call, Upload
+from gateway.net.legs import Leg
 from gateway.net.upstream import ConnectionPool
 
 Connections = dict[str, ConnectionPool]  # by the backend's name
@@ -39,19 +40,20 @@ class Fleet:
         assert call.way is not None
         return call.way
 
-    def pick(self, call: Call, tried: Sequence[Backend] = ()) -> Lease | None:
-        """A lease, and in the same step the connections that belong to it, which `call` is given.
+    def pick(self, call: Call, tried: Sequence[Backend] = (), leg: Leg | None = None) -> Lease | None:
+        """A lease, and in the same step the connections that belong to it, which `leg` is given; None: the call itself.
 
         Where the call's model is an alias, and nobody who serves the one it stands for so far can be reached, or all of them
-        have been tried, it goes on to the next one.
+        have been tried, it goes on to the next one; but not for a leg beside, whose body is that of the first one.
         """
         assert call.way is not None
         lease = self._lease(call, call.way.backends, tried)
-        while lease is None and call.aim is not None and (tried or not call.way.backends.routable) and call.aim.go_on(call):
-            lease = self._lease(call, call.way.backends, tried)
+        if leg is None:
+            while lease is None and call.aim is not None and (tried or not call.way.backends.routable) and call.aim.go_on(call):
+                lease = self._lease(call, call.way.backends, tried)
         if lease is not None:
             connections = self.loopback[1] if self.loopback is not None and self._loops_back(call) else self.connections
-            call.connections = connections[lease.backend.name]
+            (call if leg is None else leg).connections = connections[lease.backend.name]
         return lease
 
     def _lease(self, call: Call, pool: Pool, tried: Sequence[Backend]) -> Lease | None:

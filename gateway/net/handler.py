@@ -15,6 +15,7 @@ cuts the client's connection, a cancellation means that the client has left or t
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 import time
@@ -32,7 +33,7 @@ from gateway.core.outcome import BACKEND_FAILURES, Outcome, Phase
 from gateway.core.retry import Retries
 from gateway.core.routing import Route
 from gateway.errors import Ended, EngineRefused, Refusal, UpstreamFailed
-from gateway.net import answers, body
+from gateway.net import answers, body, migrate
 from gateway.net.attempts import Attempts
 from gateway.net.call import Call, Local, Policy
 from gateway.net.clock import http_date
@@ -206,11 +207,13 @@ class Gateway:
         exchange.status, exchange.committed, exchange.phase = response.status, True, _FIRST_TOKEN
         now = exchange.head_received
         assert now is not None
-        relay = call.relay = Relay(
+        seam = None if call.asked is None else migrate.seam(call, response)
+        make = Relay if seam is None else functools.partial(migrate.SeamedRelay, seam)
+        relay = call.relay = make(
             exchange,
             client,
             connection,
-            reader_of(response),
+            seam or reader_of(response),
             framing,
             meter,
             self.observer,
@@ -251,12 +254,16 @@ class Gateway:
 
     async def _relay(self, call: Call) -> None:
         """Wait for the body's end, and for the client to take it. Raises Ended."""
-        exchange, client, relay, connection = call.exchange, call.client, call.relay, call.connection
-        assert isinstance(relay, Relay) and connection is not None
-        await relay.done
+        exchange, client, relay = call.exchange, call.client, call.relay
+        assert isinstance(relay, Relay)
+        if isinstance(relay, migrate.SeamedRelay):
+            await migrate.ended(self._attempts, call, relay)
+        else:
+            await relay.done
         exchange.phase = _DONE
         relay.let_go()
-        self._keep_or_drop(call, connection)
+        assert call.connection is not None
+        self._keep_or_drop(call, call.connection)
         if client.buffered:
             client.watch_taking(time.monotonic())
             await client.flushed()
@@ -318,7 +325,7 @@ class Gateway:
         gone = client.gone_at or time.monotonic()
         if call.interrupted is None:
             exchange.end(Outcome.CLIENT_GONE, gone)
-        if call.connection is not None:
+        if call.connection is not None or call.others:
             call.let_go()
             self.observer.aborted(exchange, time.monotonic() - gone)
 
@@ -338,6 +345,8 @@ class Gateway:
         if call.lease is not None:
             self._judge(call.lease.backend, exchange)
             call.lease.release()
+        for leg in call.others:
+            leg.end()
         if call.slot is not None:
             self.admission.release(call.slot)
         try:

@@ -25,6 +25,7 @@ from gateway.core.framing import BodyReader, ChunkedReader, CloseReader, LengthR
 from gateway.core.head import CHUNKED, Framing
 from gateway.core.meter import Meter
 from gateway.core.outcome import Outcome, Phase
+from gateway.core.seam import Seam
 from gateway.errors import Ended
 from gateway.net.coalesce import Coalescer
 
@@ -48,8 +49,9 @@ class Edit(Protocol):
 
 class Relay:
     __slots__ = (
-        "_as_it_comes", "_attached", "_before", "_begun", "_edit", "_joined", "_learnt", "_write", "body_octets", "client",
-        "connection", "done", "event_stream", "exchange", "framing", "last", "meter", "observer", "paused", "reader", "said",
+        "_as_it_comes", "_attached", "_before", "_begun", "_edit", "_joined", "_learnt", "_write", "began", "body_octets",
+        "client", "connection", "done", "event_stream", "exchange", "framing", "last", "meter", "observer", "paused", "reader",
+        "said",
     )  # fmt: skip
 
     def __init__(
@@ -57,7 +59,7 @@ class Relay:
         exchange: Exchange,
         client: Downstream,
         connection: Connection,
-        reader: BodyReader,
+        reader: BodyReader | Seam,
         to_client: Framing,
         meter: Meter | None,
         observer: Observer,
@@ -76,7 +78,7 @@ class Relay:
             self._write = self._joined = Coalescer(client.transport.write, *coalesce)
         self.done: asyncio.Future[None] = client.loop.create_future()
         self.body_octets = 0
-        self.last = now  # when the upstream last sent anything
+        self.began = self.last = now  # when the upstream's head came, and when it last sent anything
         self._begun = begun  # to be told of the body's first octets
         self.said = 0.0  # when a comment of ours was last put in
         # the reader's own output is what the client gets: nothing is edited, and both sides have the same framing

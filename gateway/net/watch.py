@@ -93,7 +93,7 @@ def _look_at(call: Call, now: float) -> Outcome | None:
     relay = call.relay
     if relay is not None:
         relay.settle()
-    deadline, outcome = min(_deadlines(call, now))
+    deadline, outcome = min(_deadlines(call, now), default=(NEVER, Outcome.TIMEOUT_TOTAL))
     if deadline <= now:
         return outcome
     call.look_at = min(deadline, now + call.policy.step)
@@ -108,15 +108,16 @@ def _deadlines(call: Call, now: float) -> list[tuple[float, Outcome]]:
     if timeouts.total is not None:
         found.append((exchange.accepted + timeouts.total, Outcome.TIMEOUT_TOTAL))
     if relay is None:
-        assert exchange.sent is not None
-        found.append((exchange.sent + timeouts.first_byte, Outcome.TIMEOUT_FIRST_BYTE))
+        sent = [leg.exchange.sent for leg in (call, *call.others) if leg.exchange.sent is not None and leg.waiting is not None]
+        if sent:
+            found.append((min(sent) + timeouts.first_byte, Outcome.TIMEOUT_FIRST_BYTE))
     elif _held_back(call):
         found.append((call.client.taken_at(now) + timeouts.client_write, Outcome.CLIENT_STALLED))
     else:
         found.append((relay.last + timeouts.idle, Outcome.TIMEOUT_IDLE))
         meter = exchange.meter
-        if timeouts.progress is not None and meter is not None and meter.streamed and exchange.head_received is not None:
-            since = max(meter.last_output or 0.0, exchange.head_received)
+        if timeouts.progress is not None and meter is not None and meter.streamed and isinstance(relay, Relay):
+            since = max(meter.last_output or 0.0, relay.began)
             found.append((since + timeouts.progress, Outcome.TIMEOUT_PROGRESS))
     return found
 

@@ -49,7 +49,7 @@ class AccessLog(Silent):
 def usual_text(x: Exchange, now: float) -> str | None:
     """What `to_text` makes of `fields`, in one go, at a third of the cost; None where a value is not plain, or too long."""
     given = f"{x.request_id}{x.client}{x.method}{x.path}{x.model}{x.backend}{x.key}{x.trace_id}{x.prefill_backend}{x.code}"
-    if len(given) > MAX_TEXT or not _PLAIN.fullmatch(given) or "?" in given:
+    if x.migrated_from is not None or len(given) > MAX_TEXT or not _PLAIN.fullmatch(given) or "?" in given:
         return None
     meter = x.meter
     prompt_tokens, output_tokens = (None, None) if meter is None else (meter.prompt_tokens, meter.output_tokens)
@@ -102,6 +102,7 @@ def fields(exchange: Exchange, now: float) -> dict[str, Field]:
         "prompt_tokens": None if meter is None else meter.prompt_tokens,
         "output_tokens": None if meter is None else meter.output_tokens,
         "attempts": exchange.attempts,
+        "migrated_from": exchange.migrated_from,
     }
 
 

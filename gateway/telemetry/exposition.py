@@ -205,6 +205,10 @@ class Exposition:
         yield from _by_word(page, "tpot_skipped", "Streams with output but without a TPOT.", "reason", metrics.tpot_skipped)
         yield from _by_word(page, "client_aborts", "Clients that left early.", "phase", metrics.client_aborts)
         yield from _by_word(page, "retries", "Attempts after the first one.", "reason", metrics.retries)
+        help_ = "Second attempts beside a late first one: that won, that lost, or that failed like the first."
+        yield from _by_word(page, "hedges", help_, "result", metrics.hedges)
+        help_ = "Streams whose backend failed, and that another one went on with; by what had failed."
+        yield from _by_word(page, "migrations", help_, "reason", metrics.migrations)
         yield from _single(page, "abort_seconds", "Client's end seen to the upstream's socket closed.", metrics.abort_seconds)
         relayed = {"in": metrics.bytes_in, "out": metrics.bytes_out}
         help_ = "Bytes of bodies, from clients (in) and to them (out)."

@@ -89,6 +89,8 @@ class Metrics:
         self.tpot_skipped: Counter[str] = Counter()
         self.client_aborts: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
+        self.hedges: Counter[str] = Counter()
+        self.migrations: Counter[str] = Counter()
         self.abort_seconds = Histogram(B_OVH)
         self.loop_lag_seconds = Histogram(B_OVH)
         self.stages = Stages()
@@ -173,6 +175,13 @@ class Metrics:
 
     def retried(self, exchange: Exchange, reason: str) -> None:
         _bounded_add(self.retries, reason)
+
+    def hedged(self, exchange: Exchange, result: str) -> None:
+        _bounded_add(self.hedges, result)
+
+    def migrated(self, exchange: Exchange, reason: str) -> None:
+        self.settle(exchange)  # the first token and the gaps so far are of the backend that it has now
+        _bounded_add(self.migrations, reason)
 
     def failed(self, exchange: Exchange, reason: str) -> None:
         _bounded_add(self.tally_of(exchange.backend).failures, reason)

@@ -33,6 +33,12 @@ class Silent:
     def retried(self, exchange: Exchange, reason: str) -> None:
         pass
 
+    def hedged(self, exchange: Exchange, result: str) -> None:
+        pass
+
+    def migrated(self, exchange: Exchange, reason: str) -> None:
+        pass
+
     def failed(self, exchange: Exchange, reason: str) -> None:
         pass
 
@@ -43,7 +49,18 @@ class Silent:
 class Observers:
     """Each part is told only of what it wants to hear: what `Silent` says of it costs nothing."""
 
-    __slots__ = ("_aborted", "_complained", "_connection", "_ended", "_failed", "_paused", "_resumed", "_retried")
+    __slots__ = (
+        "_aborted",
+        "_complained",
+        "_connection",
+        "_ended",
+        "_failed",
+        "_hedged",
+        "_migrated",
+        "_paused",
+        "_resumed",
+        "_retried",
+    )
 
     def __init__(self, *parts: Observer):
         self._complained: set[tuple[type, type]] = set()
@@ -52,6 +69,8 @@ class Observers:
         self._resumed = [part.resumed for part in parts if _listens(part, "resumed")]
         self._aborted = [part.aborted for part in parts if _listens(part, "aborted")]
         self._retried = [part.retried for part in parts if _listens(part, "retried")]
+        self._hedged = [part.hedged for part in parts if _listens(part, "hedged")]
+        self._migrated = [part.migrated for part in parts if _listens(part, "migrated")]
         self._failed = [part.failed for part in parts if _listens(part, "failed")]
         self._connection = [part.connection for part in parts if _listens(part, "connection")]
 
@@ -73,6 +92,12 @@ class Observers:
 
     def retried(self, exchange: Exchange, reason: str) -> None:
         self._tell(self._retried, exchange, reason)
+
+    def hedged(self, exchange: Exchange, result: str) -> None:
+        self._tell(self._hedged, exchange, result)
+
+    def migrated(self, exchange: Exchange, reason: str) -> None:
+        self._tell(self._migrated, exchange, reason)
 
     def failed(self, exchange: Exchange, reason: str) -> None:
         self._tell(self._failed, exchange, reason)

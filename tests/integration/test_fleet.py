@@ -66,7 +66,7 @@ async def states(gateway: Gateway) -> list[dict[str, Any]]:
     return found
 
 
-async def reached(gateway: Gateway, count: int, **wanted: str) -> None:
+async def reached(gateway: Gateway, count: int, **wanted: str | int) -> None:
     """Wait until so many backends say this of themselves."""
     async with asyncio.timeout(5):
         while sum(wanted.items() <= b.items() for b in await states(gateway)) != count:

@@ -18,15 +18,18 @@ class _Call:
 
     relay = None
     look_at = NEVER
+    waiting = True
+    others = ()
 
-    def __init__(self, sent: float | None):
+    def __init__(self, sent: float):
         self.exchange = types.SimpleNamespace(request_id="r", accepted=sent, sent=sent, phase=Phase.WAIT)
         self.policy = types.SimpleNamespace(timeouts=Timeouts(first_byte=0.05), step=0.05, comment=None)
 
 
 async def test_a_fault_in_one_exchange_takes_no_deadline_from_others(caplog: pytest.LogCaptureFixture) -> None:
     now = asyncio.get_running_loop().time()
-    faulty, sound = _Call(None), _Call(now)  # the first was never sent, which the watch takes for a mistake
+    faulty, sound = _Call(now), _Call(now)
+    del faulty.exchange.sent
     live: dict[int, Any] = {1: faulty, 2: sound}
     expired = asyncio.Event()
 

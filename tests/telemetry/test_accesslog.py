@@ -20,7 +20,7 @@ NOW = 1_783_000_000.123456
 FIELDS = [
     "time", "request_id", "trace_id", "client", "key", "method", "path", "model", "stream", "backend",
     "prefill_backend", "status", "outcome", "code", "phase", "bytes_in", "bytes_out", "queue_s", "connect_s", "ttfb_s",
-    "ttft_s", "tpot_s", "duration_s", "prompt_tokens", "output_tokens", "attempts",
+    "ttft_s", "tpot_s", "duration_s", "prompt_tokens", "output_tokens", "attempts", "migrated_from",
 ]  # fmt: skip
 
 HOSTILE = [
@@ -82,7 +82,7 @@ def test_json_has_exactly_the_fields() -> None:
         "duration_s": 2.0,
         "prompt_tokens": 7,
         "output_tokens": 3,
-        "attempts": 1,
+        "attempts": 1, "migrated_from": None,
     }
 
 

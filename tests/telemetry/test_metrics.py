@@ -53,6 +53,8 @@ PROMISED = {
     "config_reloads_total": {"result"},
     "config_last_reload_success_timestamp_seconds": set(),
     "build_info": {"version", "python"},
+    "hedges_total": {"result"},
+    "migrations_total": {"reason"},
     # metrics.md 3.1
     "upstream_time_to_first_token_seconds": {"model", "backend"},
     "response_head_seconds": {"model", "backend"},
@@ -102,6 +104,8 @@ def busy_house() -> tuple[House, Metrics]:
     metrics.connection("b1", reused=True)
     metrics.connection("b1", reused=False)
     metrics.retried(done, "upstream_connect")
+    metrics.hedged(done, "won")
+    metrics.migrated(done, "upstream_reset")
     metrics.failed(done, "upstream_connect")
     metrics.paused(done)
     metrics.resumed(done, 0.25)

@@ -15,6 +15,8 @@ EVERY: list[Callable[[Observer], None]] = [
     lambda observer: observer.resumed(stream(), 0.5),
     lambda observer: observer.aborted(stream(), 0.5),
     lambda observer: observer.retried(stream(), "reason"),
+    lambda observer: observer.hedged(stream(), "won"),
+    lambda observer: observer.migrated(stream(), "reason"),
     lambda observer: observer.failed(stream(), "reason"),
     lambda observer: observer.connection("b1", reused=True),
 ]
@@ -44,7 +46,7 @@ def test_each_part_hears_everything() -> None:
     observers = Observers(*parts)
     for tell in EVERY:
         tell(observers)
-    names = ["ended", "paused", "resumed", "aborted", "retried", "failed", "connection"]
+    names = ["ended", "paused", "resumed", "aborted", "retried", "hedged", "migrated", "failed", "connection"]
     assert [part.heard for part in parts] == [names, names]
 
 

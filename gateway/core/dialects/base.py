@@ -130,6 +130,12 @@ def name_of(error: Any) -> str:
     return "error"
 
 
+def status_of(error: Any) -> int:
+    """The status that an OpenAI error's code stands for; 500 where it says none."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if type(code) is int and code in _STATUSES else 500
+
+
 def failed(reason: str | None) -> bool:
     """Whether a finish reason is a failure: vLLM ends what it aborts at shutdown with "abort"."""
     return reason in ("abort", "error")
