@@ -101,7 +101,7 @@ class Probes:
         while True:
             began = time.monotonic()
             well = await self._is_well(target)
-            if well is not None and backend.probed(well, settings.thresholds):
+            if well is not None and backend.probed(well, settings.thresholds, time.monotonic()):
                 level = logging.INFO if backend.health is Health.UP else logging.WARNING
                 log.log(level, "the backend %s is %s", backend.name, backend.health.value)
                 self._changed()

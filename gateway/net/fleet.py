@@ -24,7 +24,8 @@ class Fleet:
     def pick(self, call: Call, tried: Sequence[Backend] = ()) -> Lease | None:
         """A lease, and in the same step the connections that belong to it, which `call` is given."""
         pool, connections = self._of(call)
-        lease = pool.pick(time.monotonic(), tried, key=call.key, tokens=call.tokens, chance=random.random())
+        stream = call.exchange.stream is True
+        lease = pool.pick(time.monotonic(), tried, key=call.key, tokens=call.tokens, chance=random.random(), stream=stream)
         if lease is not None:
             call.connections = connections[lease.backend.name]
         return lease

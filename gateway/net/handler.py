@@ -241,7 +241,7 @@ class Gateway:
             kind == b"text/event-stream",
             edit,
             call.policy.coalesce,
-            call.lease.prompt_read if call.lease is not None else None,
+            call.lease.prompt_read if call.lease is not None and response.status < 300 else None,
         )
         octets = headers.client_head(
             response,
