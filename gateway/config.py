@@ -38,6 +38,7 @@ from gateway.configvalues import (
     Fault,
     FieldName,
     File,
+    FullStatus,
     Knobs,
     Listen,
     ListenList,
@@ -122,7 +123,7 @@ class Retry(Section, frozen=True):
     attempts: Annotated[int, whole(1, 100)] = 2
     budget: Share = 0.2
     replay_stale: bool = False
-    statuses: list[Literal[429, 503]] = msgspec.field(default_factory=lambda: [429, 503])
+    statuses: list[FullStatus] = msgspec.field(default_factory=lambda: [429, 503])
 
 
 class Health(Section, frozen=True, rename={"pass_": "pass"}):

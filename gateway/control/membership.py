@@ -129,6 +129,23 @@ class Membership:
         self._change(self._inputs._replace(added=added, taken_out={**self._inputs.taken_out, **marked}))
         return found
 
+    def bring_back(self, name: str) -> Entry | None:
+        """By the admin API: in service again, as its source describes it, or, where it only drains still, as it was. None
+        where nobody of this name was taken out. Raises Taken, ConfigError."""
+        if name in self.entries:
+            return self.entries[name]
+        if name in self._inputs.taken_out:
+            left = {taken: place for taken, place in self._inputs.taken_out.items() if taken != name}
+            self._change(self._inputs._replace(taken_out=left))
+            return self.entries.get(name)
+        leaving = next((entry for entry in self.leaving if entry.member.name == name and entry.source == ADMIN_API), None)
+        return None if leaving is None else self.add([leaving.member])[0][0]
+
+    @property
+    def taken_out(self) -> Mapping[str, Place]:
+        """What the admin API took out, and a source still lists."""
+        return self._inputs.taken_out
+
     def _holder(self, member: Member) -> Member | None:
         """Whoever has this name, or this place: in force, or taken out and still listed by a source."""
         listed = [one.member for one in _merged(self._inputs._replace(taken_out={})).listed]
@@ -241,6 +258,11 @@ def described(entry: Entry) -> dict[str, Any]:
         "models": list(b.models),
         "engine": b.engine._asdict() if b.engine is not None else None,
     }
+
+
+def described_as_out(name: str, place: Place) -> dict[str, Any]:
+    """One that was taken out and has ended all it had: it can be brought back."""
+    return {"name": name, "url": place.url, "address": place.address, "state": "out", "in_flight": 0}
 
 
 def _describe(entry: Entry, settings: Settings) -> None:

@@ -1,7 +1,7 @@
 """Why a backend that is up, and whose breaker is closed, is still given less, or nothing for now.
 
     unproven   it was added while others serve, or its first probe was ill: nothing, until a probe or an answer proves it
-    busy       it said that it is full (429, 503), and for how long (Retry-After): nothing until then
+    busy       it said that it is full: 429, or 503 with Retry-After: nothing for so long
     silent     somebody has waited there for long, and nobody has been answered meanwhile: nothing until the first answer. When
                nobody waits there any more, one exchange every `TRIAL` seconds
     warming    it has just come back: its share grows to all of it over `slow_start` seconds (`core.ramp`)
@@ -30,7 +30,7 @@ class Reason(enum.StrEnum):
 # Looked up once: see core.head.
 _UNPROVEN, _BUSY, _SILENT, WARMING = Reason
 
-BUSY_MOST = 30.0  # seconds for which a Retry-After is believed
+BUSY, BUSY_MOST = 1.0, 30.0  # seconds: for a 429 without Retry-After, and for which one is believed
 TRIAL = 10.0  # seconds between exchanges that are sent to a silent backend at which nobody waits
 UNUSUAL = 4.0  # times the usual wait is long
 WHOLE = 6.0  # an answer that comes whole takes so many times longer than a first event, until it is known how long

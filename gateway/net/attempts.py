@@ -6,22 +6,26 @@ the client: what goes wrong can be answered with a status, or tried elsewhere. `
 
 from __future__ import annotations
 
+import asyncio
+import random
 import time
 
 from gateway.core import headers
 from gateway.core.admission import Admission
-from gateway.core.backend import Backend
+from gateway.core.backend import Backend, Lease
+from gateway.core.caution import BUSY
 from gateway.core.dialects import Dialect
 from gateway.core.exchange import Observer
 from gateway.core.head import RequestHead, ResponseHead
 from gateway.core.outcome import Outcome, Phase
-from gateway.core.retry import Retries
+from gateway.core.retry import Retries, pause
 from gateway.core.routing import Route
 from gateway.errors import EngineRefused, Refusal, UpstreamFailed
 from gateway.net import body
 from gateway.net.call import Call, Upload
 from gateway.net.fleet import Fleet
 from gateway.net.hold import Hold
+from gateway.net.putoff import PutOff, put_off
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import Connection, ConnectionPool
 from gateway.net.watch import Watch
@@ -42,37 +46,91 @@ class Attempts:
         exchange = call.exchange
         self._retries.request()
         tried: list[Backend] = []
+        refusal: PutOff | None = None
         stale = False
-        lease = call.lease or self._fleet.pick(call)
-        if lease is None:
+        call.lease = call.lease or self._fleet.pick(call)
+        if call.lease is None:
             raise self._fleet.nobody(call)
-        while True:
-            call.lease = lease
-            exchange.attempts += 1
-            exchange.backend = lease.backend.name
-            try:
-                return await self._attempt(call, head, route, upload, fresh=stale)
-            except (UpstreamFailed, EngineRefused) as failure:
-                self._failed(call, lease.backend, failure)
-                stale = failure.code == "stale_connection"
-                if isinstance(failure, EngineRefused) and failure.status < 500:
-                    raise  # the client's own fault: it would be no better elsewhere
-                if stale:  # of the backend it says nothing: the same one, with the same lease
-                    if not self._retries.again(failure, head.method, exchange.attempts, body_kept=upload.kept):
-                        raise
-                    self._observer.retried(exchange, failure.code)
-                    continue
-                tried.append(lease.backend)
-                following = self._fleet.pick(call, tried)
-                if following is None:
-                    raise  # what went wrong says more than that there is nobody else
-                if not self._retries.again(failure, head.method, exchange.attempts, body_kept=upload.kept):
-                    following.release()
-                    raise
-                self._observer.retried(exchange, failure.code)
-                lease.release()
-                lease = call.lease = following
-                self._admission.wake()
+        try:
+            while True:
+                backend = call.lease.backend
+                exchange.attempts += 1
+                exchange.backend = backend.name
+                try:
+                    response = await self._attempt(call, head, route, upload, fresh=stale)
+                    if response.status < 429 or not self._is_turned_away(call, response, upload, tried):
+                        return response
+                    if refusal is not None:
+                        refusal.connection.drop()
+                    refusal = put_off(call, response, backend)
+                    reason = f"status_{response.status}"
+                except (UpstreamFailed, EngineRefused) as failure:
+                    self._failed(call, backend, failure)
+                    stale = failure.code == "stale_connection"
+                    if isinstance(failure, EngineRefused) and failure.status < 500:
+                        raise  # the client's own fault: it would be no better elsewhere
+                    # of the backend a stale connection says nothing: the same one, with the same lease
+                    if not self._retries_after(call, failure, head, upload, None if stale else tried):
+                        if refusal is None:
+                            raise
+                        return refusal.take_up(call, self._watch)
+                    reason = failure.code
+                self._observer.retried(exchange, reason)
+                if not stale and (seconds := pause(reason, exchange.attempts, random.random())):
+                    await asyncio.sleep(seconds)
+        finally:
+            if refusal is not None and call.connection is not refusal.connection:
+                refusal.connection.drop()
+
+    def _retries_after(
+        self,
+        call: Call,
+        failure: UpstreamFailed | EngineRefused,
+        head: RequestHead,
+        upload: Upload,
+        tried: list[Backend] | None,
+    ) -> bool:
+        """Whether there is another attempt; its lease is then the call's. `tried`: None where it is to be the same backend."""
+        attempts = call.exchange.attempts
+        if tried is None:
+            return self._retries.again(failure, head.method, attempts, body_kept=upload.kept)
+        following = self._following(call, tried)
+        if following is None:
+            return False  # what went wrong says more than that there is nobody else
+        if not self._retries.again(failure, head.method, attempts, body_kept=upload.kept):
+            following.release()
+            return False
+        self._move(call, following)
+        return True
+
+    def _is_turned_away(self, call: Call, response: ResponseHead, upload: Upload, tried: list[Backend]) -> bool:
+        """Whether somebody else is to be asked than the backend that answered so; the new lease is then the call's."""
+        assert call.lease is not None
+        backend, now = call.lease.backend, time.monotonic()
+        seconds = headers.retry_after(response, time.time()) if response.status in (429, 503) else None
+        if seconds is not None or response.status == 429:
+            backend.caution.busy(BUSY if seconds is None else seconds, now)
+        following = self._following(call, tried) if upload.kept and response.status in self._retries.settings.statuses else None
+        if following is None:
+            return False
+        if not self._retries.turned_away(response.status, seconds, call.exchange.attempts, body_kept=upload.kept):
+            following.release()
+            return False
+        backend.answered(response.status, now)
+        self._move(call, following)
+        return True
+
+    def _following(self, call: Call, tried: list[Backend]) -> Lease | None:
+        """A lease on a backend that has not been tried."""
+        assert call.lease is not None
+        tried.append(call.lease.backend)
+        return self._fleet.pick(call, tried)
+
+    def _move(self, call: Call, following: Lease) -> None:
+        assert call.lease is not None
+        call.lease.release()
+        call.lease = following
+        self._admission.wake()
 
     async def _attempt(self, call: Call, head: RequestHead, route: Route, upload: Upload, *, fresh: bool) -> ResponseHead:
         connections = call.connections

@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 # Looked up once: see core.head.
 _FIRST_TOKEN, _DONE = Phase.FIRST_TOKEN, Phase.DONE
 _COMPLETE = Outcome.COMPLETE
+_BROKEN_OFF = (Outcome.STREAM_ERROR, Outcome.UPSTREAM_TRUNCATED)
 _SAYS_NOTHING = (Outcome.CLIENT_GONE, Outcome.CLIENT_STALLED, Outcome.DRAINING)  # of the backend
 
 
@@ -379,6 +380,8 @@ class Gateway:
             backend.failed(time.monotonic())
             assert outcome is not None
             self.observer.failed(exchange, outcome.value)
+        elif outcome in _BROKEN_OFF:
+            backend.answered(500, time.monotonic())  # as if it had said so in the head
         elif outcome not in _SAYS_NOTHING:
             backend.answered(exchange.status or 0, time.monotonic())
 
