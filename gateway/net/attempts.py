@@ -215,4 +215,5 @@ class Attempts:
         else:
             what = "response head" if call.hold is None else "first event"
             message = f"the backend sent no {what} within {timeouts.first_byte:g} s (timeouts.first_byte)"
-            waiting.fail(UpstreamFailed("timeout_first_byte", message))
+            # a stream that is held back and is now given up has shown nobody anything, and generates nothing any more
+            waiting.fail(UpstreamFailed("timeout_first_byte", message, unsent=call.hold is not None))
