@@ -1,4 +1,4 @@
-"""A fleet with slow, flapping and hanging members, in small: `python -m tests.bench.troubled` is the whole of it, with times."""
+"""A fleet with slow, flapping and hanging members, in small: `python -m tests.bench.troubled` is all of it, with times."""
 
 from __future__ import annotations
 
