@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import random
 import signal
@@ -19,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from aiohttp import http_parser, web
@@ -32,6 +30,7 @@ from gateway.control.admin import admin_app
 from gateway.control.discovery.owner import Discovery, Followed, failed
 from gateway.control.fleet import fleet_routes
 from gateway.control.membership import Entry, Membership, origin_of
+from gateway.control.modelpages import ModelPages
 from gateway.control.operator import Operator
 from gateway.control.probes import Probes, ProbeSettings
 from gateway.control.reload import member_of_body, membership_settings, server_tls, sources_of, static_members
@@ -41,13 +40,15 @@ from gateway.core.backend import Backend, HealthSettings
 from gateway.core.exchange import Observer
 from gateway.core.inspection import Inspector, TokenRules
 from gateway.core.members import Member, Place
+from gateway.core.models import Models, Rule, Target, Way
 from gateway.core.outcome import Outcome
 from gateway.core.pool import Pool
+from gateway.core.priority import Classes
 from gateway.core.retry import Retries, RetrySettings
 from gateway.core.routing import Paths
 from gateway.errors import ConfigError, Ended, GatewayError
 from gateway.net import listen
-from gateway.net.call import Local, Policy
+from gateway.net.call import Policy
 from gateway.net.downstream import ClientSettings, Downstream, Server
 from gateway.net.fleet import Fleet
 from gateway.net.handler import Gateway
@@ -70,6 +71,7 @@ LAG_INTERVAL = 0.25  # seconds between looks at how late the event loop is
 COLLECT_AT = 10_000  # objects made and not freed before the collector looks at them; Python's own 700 cost some percent
 YOUNG = 0.25  # seconds in which the first request of a new connection is still expected when the process stops
 FIRST_LOOK = 5.0  # seconds that new sources of backends have to say something before the gateway serves, or a reload fails
+FIRST_LISTS = 0.5  # seconds that backends have to say which models they serve before the gateway serves
 LAST_WORDS = 1.0  # seconds that cut exchanges have to unwind before the process ends
 
 
@@ -112,6 +114,7 @@ class App:
         self._fronts: list[Server] = []
         self._files: list[listen.SocketFile] = []
         self._admin: web.AppRunner | None = None
+        self._unserved: frozenset[tuple[str, str]] = frozenset()  # that the log has told of
 
     async def run(self) -> int:
         try:
@@ -162,27 +165,28 @@ class App:
         admin_socket = self._bind(config.admin.listen)
         if not config.names_backends or config.loadtest.enabled:
             await self._start_synthetic()
-        pool = Pool([], config.balance, config.affinity.load_factor)
+        models = Models(config.balance, config.affinity.load_factor)
+        self.probes = Probes(lambda: self.gateway.admission.wake(), self._learn_models)
         self.gateway = Gateway(
             _policy(config),
-            Fleet(pool, {}, self._loopback() if config.loadtest.enabled else None),
-            Admission(config.limits.in_flight, config.limits.queue, lambda: pool.has_room),
+            Fleet(models, {}, self._loopback() if config.loadtest.enabled else None),
+            Admission(config.limits.in_flight, config.limits.queue, time.monotonic),
             Retries(_retry(config)),
             observer,
             B_TPOT,
-            self._model_list,
+            ModelPages(models, self.probes, int(time.time())).page,
         )
-        self.probes = Probes(self.gateway.admission.wake)
         self.membership = Membership(self._put_members)
         self.discovery = Discovery(self.membership.snapshot, random.random)
         self._signals()
         self._configure_members(config, await self.discovery.stage(sources_of(config), FIRST_LOOK))
+        await self._first_lists(models)
         await self._listen(sockets, admin_socket)
         self._tasks.start(self._measure_lag(), "event loop lag")
         public = ", ".join(self._public)
         sys.stderr.write(f"listening on {public}, admin on {self._admin_url}\n")
         sys.stderr.flush()
-        systemd.notify(f"READY=1\nSTATUS=serving {len(pool.backends)} backend(s) on {public}")
+        systemd.notify(f"READY=1\nSTATUS=serving {len(models.whole.backends)} backend(s) on {public}")
 
     async def _start_synthetic(self) -> None:
         """The embedded synthetic upstream, on a loopback port of its own."""
@@ -193,6 +197,14 @@ class App:
             sys.stderr.write(
                 f"no backend is configured: serving the embedded synthetic upstream ({url}); add --backend URL for a real one\n"
             )
+
+    async def _first_lists(self, models: Models) -> None:
+        """Where there are several backends, what each serves is known before the first request, as far as it can be soon."""
+        deadline = time.monotonic() + FIRST_LISTS
+        while len(models.whole.backends) > 1 and not all(backend.heard_of for backend in models.whole.backends):
+            if time.monotonic() > deadline:
+                return
+            await asyncio.sleep(0.01)
 
     def _configure_members(self, config: Config, staged: Sequence[Followed]) -> None:
         """Raises ConfigError, and then nothing has changed."""
@@ -208,17 +220,33 @@ class App:
         """A new list of backends, for all who go by it. An engine that only prefills is never picked for a whole request."""
         gateway = self.gateway
         backends = [e.backend for e in entries if e.backend.role != "prefill"]
-        gateway.fleet.pool.apply(backends, self.config.balance, self.config.affinity.load_factor)
+        affinity = self.config.affinity
+        gateway.fleet.models.apply(backends, self.config.balance, affinity.load_factor, _model_rules(self.config))
         gateway.fleet.connections = {e.member.name: e.connections for e in entries}
         gateway.admission.wake()
         self.probes.watch([e.target for e in entries], _probing(self.config))
+        self._tell_unserved(gateway.fleet.models)
 
-    def _loopback(self) -> tuple[Pool, dict[str, ConnectionPool]]:
+    def _learn_models(self) -> None:
+        """Some backend's list of models has changed."""
+        models = self.gateway.fleet.models
+        models.learn()
+        self.gateway.admission.wake()
+        self._tell_unserved(models)
+
+    def _tell_unserved(self, models: Models) -> None:
+        """A line for each name of the configuration that nobody serves, when that begins."""
+        unserved = frozenset(models.unserved())
+        for name, model in sorted(unserved - self._unserved):
+            log.warning("models.%s asks for %s, which no backend serves; GET /v1/models lists what they do", name, model)
+        self._unserved = unserved
+
+    def _loopback(self) -> tuple[Way, dict[str, ConnectionPool]]:
         """The synthetic upstream as a pool of its own, for /loadtest."""
         assert self._synthetic is not None
         one = Member("synthetic", Place(self._synthetic.url))
         pool = ConnectionPool(origin_of(one), PoolSettings(), asyncio.get_running_loop())
-        return Pool([Backend(one.name, one.place.url)]), {one.name: pool}
+        return Way(Pool([Backend(one.name, one.place.url)])), {one.name: pool}
 
     def _bind(self, address: listen.Place) -> socket.socket:
         sock = listen.bind(address)
@@ -433,8 +461,9 @@ class App:
 
     # small things -----------------------------------------------------------------------------------------------------
 
-    def _known_models(self) -> set[str]:
-        return {model for entry in self.membership.everyone for model in entry.backend.models}
+    def _known_models(self) -> frozenset[str]:
+        leaving = {model for entry in self.membership.leaving for model in entry.backend.models or ()}
+        return self.gateway.fleet.models.names | leaving
 
     def _backend_samples(self) -> Iterable[BackendSample]:
         """One a name: what drains is added to the backend that has its name now, if there is one."""
@@ -447,18 +476,6 @@ class App:
             else:
                 samples[b.name] = other._replace(in_flight=other.in_flight + b.in_flight, connections=other.connections + size)
         return samples.values()
-
-    async def _model_list(self) -> Local:
-        """GET /v1/models over several backends: each model once, described by the first backend that serves it."""
-        pool = self.gateway.fleet.pool
-        if not pool.routable:
-            raise pool.nobody()
-        cards: dict[str, dict[str, Any]] = {}
-        asked = [backend.name for backend in pool.backends if backend.routable]
-        for found in await asyncio.gather(*map(self.probes.cards, asked)):
-            for card in found:
-                cards.setdefault(card["id"], card)
-        return Local(200, json.dumps({"object": "list", "data": list(cards.values())}).encode())
 
     async def _measure_lag(self) -> None:
         while True:
@@ -502,10 +519,28 @@ def _policy(config: Config) -> Policy:
         receipt=config.headers.receipt,
         comment=comment,
         coalesce=(config.coalesce.delay, config.coalesce.bytes) if config.coalesce.delay is not None else None,
+        classes=_classes(config),
         step=deadlines.shortest(comment),
         keys=Keys(config.affinity.by, config.affinity.header) if config.balance == "affinity" else None,
         looks=bool(watched) or tokens != TokenRules() or config.usage == "inject",
     )
+
+
+def _classes(config: Config) -> Classes:
+    priority = config.limits.priority
+    return Classes(priority.classes, priority.default, priority.header)
+
+
+def _model_rules(config: Config) -> dict[str, Rule]:
+    classes = _classes(config)
+    return {
+        name: Rule(
+            tuple(Target(target.model, target.weight, target.fallback) for target in one.route_to or ()),
+            one.in_flight,
+            None if one.priority is None else classes.rank_of(one.priority),
+        )
+        for name, one in config.models.items()
+    }
 
 
 def _client_settings(config: Config) -> ClientSettings:

@@ -28,6 +28,7 @@ from gateway.configbackends import (
     tls_clashes,
 )
 from gateway.configfile import BadValue, Complaints, Node, Reader, compose, describe, get, put, substitute
+from gateway.configmodels import ModelConfig, Priority, model_clashes, priority_clashes, unserved_clashes
 from gateway.configvalues import Address as Address
 from gateway.configvalues import (
     Bytes,
@@ -111,6 +112,7 @@ class Limits(Section, frozen=True):
     queue: CountOrZero = 1024
     write_buffer: Bytes = 65_536
     max_tokens: MaxTokens = MaxTokens()
+    priority: Priority = msgspec.field(default_factory=Priority)
 
 
 class Pool(Section, frozen=True):
@@ -214,12 +216,12 @@ class Config(Section, frozen=True):
     tls: Tls = Tls()
     backends: list[BackendConfig] = msgspec.field(default_factory=list)
     discovery: Discovery = Discovery()
-    models: dict[str, object] = msgspec.field(default_factory=dict)
+    models: dict[str, ModelConfig] = msgspec.field(default_factory=dict)
     balance: Literal["least_loaded", "round_robin", "power_of_two", "affinity"] = "least_loaded"
     affinity: Affinity = msgspec.field(default_factory=Affinity)
     disaggregation: Disaggregation = Disaggregation()
     timeouts: Timeouts = Timeouts()
-    limits: Limits = Limits()
+    limits: Limits = msgspec.field(default_factory=Limits)
     pool: Pool = Pool()
     retry: Retry = Retry()
     health: Health = Health()
@@ -250,7 +252,6 @@ class Config(Section, frozen=True):
 NOT_YET: Mapping[str, tuple[object, ...]] = {
     "workers": (1,),
     **{f"backends.{key}": values for key, values in NOT_YET_OF_BACKENDS.items()},
-    "models": ({},),
     "disaggregation.connector": ("nixl",),
     "disaggregation.min_prompt_bytes": (0,),
     "disaggregation.hold": (30.0,),
@@ -305,6 +306,12 @@ def _max_tokens(config: Config) -> Iterator[Clash]:
         )
 
 
+def _models(config: Config) -> Iterator[Clash]:
+    yield from model_clashes(config.models, config.limits.priority.classes)
+    if config.backends and not config.discovery.asked and all(backend.models for backend in config.backends):
+        yield from unserved_clashes(config.models, config.backends)
+
+
 # Each is asked only where nothing is wrong with the top level keys it looks at: one slip, one complaint.
 _CLASHES: tuple[tuple[tuple[str, ...], Callable[[Config], Iterator[Clash]]], ...] = (
     (("listen", "admin"), _listeners),
@@ -312,6 +319,8 @@ _CLASHES: tuple[tuple[tuple[str, ...], Callable[[Config], Iterator[Clash]]], ...
     (("backends",), lambda config: backend_clashes(config.backends)),
     (("discovery",), lambda config: discovery_clashes(config.discovery)),
     (("limits",), _max_tokens),
+    (("limits",), lambda config: priority_clashes(config.limits.priority)),
+    (("models", "limits", "backends", "discovery"), _models),
     (("affinity",), _affinity),
 )
 
@@ -409,6 +418,8 @@ def _plain(value: object) -> object:
         return {field.encode_name: _plain(getattr(value, field.name)) for field in msgspec.structs.fields(value)}
     if isinstance(value, list):
         return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value

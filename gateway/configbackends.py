@@ -26,6 +26,7 @@ from gateway.configvalues import (
     FilePattern,
     KubernetesName,
     KubernetesPort,
+    ModelName,
     Name,
     Port,
     Seconds,
@@ -40,7 +41,7 @@ from gateway.errors import ConfigError
 Clash: TypeAlias = tuple[str, str, str]  # key path, found, expected
 
 # Keys of a backend of which this version knows only these values.
-NOT_YET: Mapping[str, tuple[object, ...]] = {"models": (None,), "role": ("both",)}
+NOT_YET: Mapping[str, tuple[object, ...]] = {"role": ("both",)}
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +58,7 @@ class BackendTls(Section, frozen=True):
 class BackendConfig(Section, frozen=True):
     url: Url
     name: Name = ""  # filled in from the URL where left out
-    models: list[Text] | None = None
+    models: Annotated[list[ModelName], OneOrMany("the name of a model, or a list of them")] | None = None
     role: Literal["both", "prefill", "decode"] = "both"
     weight: Annotated[int, whole(1, 65535)] = 1
     max_in_flight: Count | None = None

@@ -361,6 +361,9 @@ class Reader:
             return self.complain(path, f"found {describe(node.value)}", "true or false" + tail)
         if get_origin(hint) is dict and not isinstance(node.value, dict):
             return self.complain(path, f"found {describe(node.value)}", "a mapping" + tail)
+        if (of := _of_named(hint)) is not None:
+            read = {name: self.read(of, child, join(path, name)) for name, child in node.value.items()}
+            return {name: value for name, value in read.items() if value is not INVALID}
         return plain(node)
 
     def by_rule(self, rule: Rule, node: Node, path: str, tail: str) -> Any:
@@ -443,6 +446,12 @@ def _unwrap(hint: Any) -> tuple[Any, tuple[Any, ...], bool]:
             return hint, rules, nullable
 
 
+def _of_named(hint: Any) -> type[msgspec.Struct] | None:
+    """The section that a mapping of any names has under each."""
+    of = get_args(hint)[1] if get_origin(hint) is dict else None
+    return of if isinstance(of, type) and issubclass(of, msgspec.Struct) else None
+
+
 def _is_section(hint: Any) -> bool:
     bare, rules, nullable = _unwrap(hint)
     if nullable or any(isinstance(rule, Rule) for rule in rules):
@@ -468,6 +477,8 @@ def known_paths(hint: type[msgspec.Struct], path: str = "") -> Iterator[str]:
         bare, rules, _ = _unwrap(hints[field.name])
         if get_origin(bare) is list:
             bare, inside = get_args(bare)[0], inside + "[]"
+        elif (of := _of_named(bare)) is not None:
+            bare, inside = of, inside + ".NAME"
         if isinstance(bare, type) and issubclass(bare, msgspec.Struct) and not any(isinstance(r, Rule) for r in rules):
             yield from known_paths(bare, inside)
 

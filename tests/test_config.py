@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from gateway.config import NOT_YET, Address, Config, Secret, effective, load
 from gateway.configbackends import Dns, Kubernetes
 from gateway.configfile import MAX_BYTES, MAX_COMPLAINTS, known_paths, render
+from gateway.configmodels import RouteTo
 from gateway.errors import ConfigError
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "deploy" / "examples" / "tokenpipe.yaml"
@@ -90,6 +92,7 @@ DEFAULTS: dict[str, Any] = {
         "queue": 1024,
         "write_buffer": 65536,
         "max_tokens": {"default": None, "cap": None, "over": "clamp"},
+        "priority": {"classes": ["high", "normal", "low"], "default": "normal", "header": None},
     },
     "pool": {"idle": 4, "max_idle": 64, "max_age": 300},
     "retry": {"attempts": 2, "budget": 0.2, "replay_stale": False, "statuses": [429, 503]},
@@ -433,11 +436,6 @@ REFUSED: list[tuple[str, str]] = [
         "backends: [{url: 'http://a', role: decode}]",
         "backends[0].role: 'decode' is not supported by this version; expected",
     ),
-    (
-        "backends: [{url: 'http://a', models: [m]}]",
-        "backends[0].models: ['m'] is not supported by this version; expected",
-    ),
-    ("models: {gpt-4: {route_to: []}}", "models: a mapping is not supported by this version; expected {}"),
     ("disaggregation: {connector: mooncake}", "disaggregation.connector: 'mooncake' is not supported by this version"),
     ("disaggregation: {min_prompt_bytes: 1}", "disaggregation.min_prompt_bytes: 1 is not supported by this version"),
     ("disaggregation: {hold: 3}", "disaggregation.hold: 3.0 is not supported by this version; expected 30"),
@@ -808,6 +806,52 @@ def test_the_example_of_discovery() -> None:
     assert discovery.kubernetes == [Kubernetes(service="vllm", namespace="inference", port="http")]
 
 
+def test_the_example_of_models(loaded: Load) -> None:
+    config = load(EXAMPLE.with_name("models.yaml"), environ={})
+    assert config.models["gpt-4"].route_to == [
+        RouteTo(model="llama-70b", weight=9), RouteTo(model="llama-70b-next"), RouteTo(model="qwen-7b", fallback=True),
+    ]  # fmt: skip
+    assert (config.models["qwen-7b"].in_flight, config.models["qwen-7b"].priority) == (64, "low")
+    assert loaded(render(effective(config))) == config
+
+
+MODELS_WRONG: list[tuple[str, str]] = [
+    ("models: {a: {route_to: [{model: b, fallback: true}]}}", "models.a.route_to: found nothing but fallbacks"),
+    ("models: {a: {route_to: [{model: b}, {model: b, weight: 2}]}}", "models.a.route_to: found b twice; expected each model"),
+    ("models: {a: {route_to: {model: b}}, b: {route_to: {model: c}}}", "models.a.route_to[0].model: found the alias b;"),
+    ("models: {a: {route_to: {model: b}}, b: {route_to: {model: a}}}", "models.a.route_to[0].model: found the alias b;"),
+    ("models: {a: {route_to: []}}", "models.a.route_to: found []; expected a mapping of model, weight and fallback, or"),
+    ("models: {a: {route_to: {model: b, weight: 0}}}", "models.a.route_to.weight: found 0; expected a whole number from 1"),
+    ("models: {a: {route_to: {weight: 1}}}", "models.a.route_to.model: found nothing; expected a value"),
+    ("models: {a: {rout_to: {model: b}}}", "models.a.rout_to: unknown key; the nearest known key is models.a.route_to"),
+    ("models: {a: 3}", "models.a: found 3; expected a mapping of route_to, in_flight, priority"),
+    ("models: [a]", "models: found a list; expected a mapping"),
+    ("models: {a: {priority: urgent}}", "models.a.priority: found urgent; expected one of limits.priority.classes"),
+    ("models: {a: {in_flight: 0}}", "models.a.in_flight: found 0; expected a whole number from 1"),
+    ("limits: {priority: {classes: [a, a]}}", "limits.priority.classes: found ['a', 'a']; expected 1 to 16 names"),
+    ("limits: {priority: {classes: [a]}}", "limits.priority.default: found normal; expected one of limits.priority.classes: a"),
+    (
+        "{backends: [{url: 'http://a', models: [x]}], models: {a: {route_to: {model: y}}}}",
+        "models.a.route_to[0].model: found y, which nobody serves; expected a model that is among some backend's models",
+    ),
+    ("backends: [{url: 'http://a', models: []}]", "backends[0].models: found []; expected the name of a model, or a list"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), MODELS_WRONG)
+def test_models_that_cannot_be(complaint: Complain, text: str, expected: str) -> None:
+    """Loops, targets of nothing, words that nobody knows: each is one line that says where and what instead."""
+    said = complaint(text)
+    assert said.startswith(f"FILE, line 1: {expected}")
+    assert len(said.splitlines()) == (2 if "route_to: {model: a}}" in text else 1)  # a loop is wrong at both of its ends
+
+
+def test_an_alias_may_be_a_target_of_its_own(loaded: Load) -> None:
+    """A model of that name, beside another one: how a new version is tried on some of the traffic."""
+    config = loaded("models: {m: {route_to: [{model: m, weight: 9}, {model: m-next}]}}")
+    assert [target.model for target in config.models["m"].route_to or ()] == ["m", "m-next"]
+
+
 def test_discovery_as_its_users_write_it(loaded: Load) -> None:
     """One or a list of them; files beside the configuration; servers with and without a port."""
     config = loaded("discovery: {file: a.json, dns: {names: A.test., port: 80, servers: ['1.1.1.1', '[::1]:54', '::1']}}")
@@ -824,7 +868,8 @@ def test_discovery_as_its_users_write_it(loaded: Load) -> None:
 
 
 def test_the_example_has_every_key_that_works() -> None:
-    written = {path for name in (EXAMPLE, EXAMPLE.with_name("discovery.yaml"))
+    written = {re.sub(r"^models\.[^.]+", "models.NAME", path)
+               for name in (EXAMPLE, EXAMPLE.with_name("discovery.yaml"), EXAMPLE.with_name("models.yaml"))
                for path in _paths(yaml.safe_load(name.read_text()))}  # fmt: skip
     sections = {path.rpartition(".")[0] for path in known_paths(Config)}
     for path in known_paths(Config):

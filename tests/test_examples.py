@@ -91,7 +91,7 @@ def test_its_own_program_takes_it(name: str, tmp_path: Path) -> None:
     assert not re.search(r"warn|alert", result.stdout + result.stderr, re.I), result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("name", ["tokenpipe.yaml", "discovery.yaml"])
+@pytest.mark.parametrize("name", ["tokenpipe.yaml", "discovery.yaml", "models.yaml"])
 def test_the_gateway_takes_its_own(name: str) -> None:
     command = [sys.executable, "-m", "gateway", "check", "-c", str(EXAMPLES / name)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

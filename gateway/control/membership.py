@@ -255,7 +255,8 @@ def described(entry: Entry) -> dict[str, Any]:
         "max_in_flight": b.max_in_flight,
         "weight": b.weight,
         "connections": entry.connections.size,
-        "models": list(b.models),
+        "models": list(b.models or ()),
+        "models_known": bool(b.models),
         "engine": b.engine._asdict() if b.engine is not None else None,
     }
 
@@ -274,6 +275,11 @@ def _describe(entry: Entry, settings: Settings) -> None:
         backend.caution.apply(settings.caution)
     if backend.draining:
         backend.caution.returned(time.monotonic())
+    if member.models is not None:
+        backend.models = member.models
+    elif backend.told:
+        backend.models = None  # until it says so itself
+    backend.told = member.models is not None
     backend.draining, backend.emptied = False, None
 
 

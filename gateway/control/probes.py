@@ -48,8 +48,9 @@ class Target(NamedTuple):
 class Probes:
     """The tasks that look, and the last whole model list of each backend."""
 
-    def __init__(self, changed: Callable[[], None]):
+    def __init__(self, changed: Callable[[], None], learnt: Callable[[], None] = lambda: None):
         self._changed = changed  # some backend's health has
+        self._learnt = learnt  # ... which models it serves has
         self._tasks = Tasks()
         self._scrapes = Scrapes()
         self._settings = ProbeSettings()
@@ -143,14 +144,26 @@ class Probes:
         try:
             status, body = await self._page(target, "/v1/models")
             if status != 200:
+                self._cannot_tell(target, f"status {status}")
                 return
             cards = [card for card in json.loads(body)["data"] if isinstance(card, dict) and isinstance(card.get("id"), str)]
         except (GatewayError, TimeoutError, ValueError, KeyError, TypeError, RecursionError) as error:
-            log.debug("the model list of %s could not be had: %r", target.backend.name, error)
+            self._cannot_tell(target, repr(error))
             return
         if self._targets.get(target.backend.name) is target:  # else it has gone meanwhile
             self._cards[target.backend.name] = cards[:NAMED_MOST]
-        target.backend.models = tuple(card["id"] for card in cards[:NAMED_MOST])
+        self._serves(target.backend, tuple(dict.fromkeys(card["id"] for card in cards[:NAMED_MOST])))
+
+    def _cannot_tell(self, target: Target, why: str) -> None:
+        """What it said before still holds: a list that cannot be had for a moment hides nothing."""
+        log.debug("the model list of %s could not be had: %s", target.backend.name, why)
+        if target.backend.models is None:
+            self._serves(target.backend, ())
+
+    def _serves(self, backend: Backend, models: tuple[str, ...]) -> None:
+        if not backend.told and backend.models != models:
+            backend.models = models
+            self._learnt()
 
     async def _page(self, target: Target, path: str) -> tuple[int, bytes]:
         async with asyncio.timeout(self._settings.timeout):

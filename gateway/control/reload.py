@@ -38,6 +38,7 @@ def member_of(one: BackendConfig) -> Member:
         max_in_flight=one.max_in_flight,
         credential=_credential(one.api_key_file),
         tls=_tls(one.tls),
+        models=None if one.models is None else tuple(dict.fromkeys(one.models)),
     )
 
 

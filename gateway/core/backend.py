@@ -62,6 +62,7 @@ class Backend:
         "picked",
         "role",
         "taken",
+        "told",
         "tokens",
         "url",
         "weight",
@@ -79,7 +80,8 @@ class Backend:
         caution: CautionSettings = CautionSettings(),
     ):
         self.name, self.url, self.weight, self.max_in_flight, self.role = name, url, weight, max_in_flight, role
-        self.models: tuple[str, ...] = ()  # as it last said itself
+        self.models: tuple[str, ...] | None = None  # as it last said itself, or as the operator says (`core.models`)
+        self.told = False  # ... by the operator: what it says itself is not asked
         self.in_flight = 0
         self.tokens = 0  # of the prompts that it has not read yet, as far as their size tells
         self.taken = 0  # leases ever given
@@ -113,6 +115,11 @@ class Backend:
         if self.asleep:
             return "asleep"
         return "ejected" if self.breaker.state is not BreakerState.CLOSED else self.health.value
+
+    @property
+    def heard_of(self) -> bool:
+        """It has been looked at, and which models it serves is known as far as it ever may be."""
+        return self.models is not None or self._probes < 0
 
     def state_at(self, now: float) -> str:
         """The same, and where it is in service, why it is given less just now."""

@@ -51,6 +51,7 @@ class Member(NamedTuple):
     max_in_flight: int | None = None
     credential: bytes | None = None  # sent upstream instead of the client's own
     tls: Tls = Tls()
+    models: tuple[str, ...] | None = None  # that it serves; None: as it says itself
 
 
 class Listed(NamedTuple):

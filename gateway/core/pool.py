@@ -34,6 +34,10 @@ class Pool:
     def routable(self) -> bool:
         return any(b.routable for b in self.backends)
 
+    def usable(self, now: float) -> bool:
+        """Some backend can be routed to that is not ejected, either."""
+        return any(b.routable and b.breaker.allows(now) for b in self.backends)
+
     @property
     def has_room(self) -> bool:
         """Some backend could take an exchange now, or none can be routed to at all, in which case waiting is in vain."""
@@ -87,9 +91,10 @@ class Pool:
             return self._ramp.is_due(backend, now)
         return reason is None or (reason is _SILENT and backend.caution.may_try(now))
 
-    def nobody(self) -> Refusal:
-        """Why there is no backend to be picked."""
+    def nobody(self, model: str | None = None) -> Refusal:
+        """Why there is no backend to be picked, for `model` or for any."""
+        which = "backend" if model is None else f"backend that serves {model[:128]}"
         if self.routable:
-            return Refusal("overloaded", "every backend is at its limit (backends[].max_in_flight)", retry_after=1)
+            return Refusal("overloaded", f"every {which} is at its limit (backends[].max_in_flight)", retry_after=1)
         down = ", ".join(f"{b.name} is {b.state}" for b in self.backends) or "there is none, or all drain"
-        return Refusal("no_backend", f"no backend can be reached: {down}", retry_after=5)
+        return Refusal("no_backend", f"no {which} can be reached: {down}", retry_after=5)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from gateway.core import headers
+from gateway.core import form, headers
 from gateway.core.framing import LAST_CHUNK, frame
 from gateway.core.head import Framing, RequestHead
 from gateway.core.inspection import not_json
@@ -34,8 +34,8 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NO_BODY = Upload(b"", 0)
 
 
-def at_hand(call: Call, head: RequestHead, route: Route) -> Upload | None:
-    """The body of the usual request: none, or one that came whole, with its head. Raises Refusal."""
+def at_hand(call: Call, head: RequestHead, route: Route, needed: bool) -> Upload | None:
+    """The body of the usual request: none, or one that came whole, with its head. `needed`: its model is. Raises Refusal."""
     request = call.request
     if request.body is not None:
         return None
@@ -44,19 +44,22 @@ def at_hand(call: Call, head: RequestHead, route: Route) -> Upload | None:
     if not body:
         return _NO_BODY
     call.exchange.bytes_in = len(body)
-    if not _looks(call.policy, head, route):
-        return Upload(body, len(body))
+    if not _looks(call.policy, head, route, needed):
+        return _of_form(call, head, Upload(body, len(body))) if needed else Upload(body, len(body))
     return _looked_into(call, route, body)
 
 
-def _looks(policy: Policy, head: RequestHead, route: Route) -> bool:
-    """Whether the body is to be looked into: an engine would read it as JSON, and some rule asks. Raises Refusal."""
-    if not policy.looks:
+def _looks(policy: Policy, head: RequestHead, route: Route, needed: bool) -> bool:
+    """Whether the body is to be looked into: an engine would read it as JSON, and some rule asks, or where it goes depends on
+    its model. Raises Refusal."""
+    if not policy.looks and not needed:
         return False
     kind = headers.media_type(head.named)
     looks = not kind.startswith(b"multipart/") if route.json else kind == b"application/json" or kind.endswith(b"+json")
     coding = head.named.get(b"content-encoding")
     if looks and coding is not None and coding.lower() not in (b"", b"identity"):
+        if not policy.looks:
+            return False  # nobody asks for more than where it goes: anywhere, as it names no model that we could read
         raise Refusal(
             "unsupported_media",
             f"a request body coded as {coding.decode('latin-1')[:40]} cannot be looked into; send it uncoded, or let the "
@@ -65,33 +68,44 @@ def _looks(policy: Policy, head: RequestHead, route: Route) -> bool:
     return looks
 
 
-async def read(call: Call, head: RequestHead, route: Route) -> Upload:
-    """A body that is still coming, as far as it must be looked at before anything is sent. Raises Refusal."""
+async def read(call: Call, head: RequestHead, route: Route, needed: bool) -> Upload:
+    """A body that is still coming, as far as it must be looked at before anything is sent. `needed`: its model is, and it is
+    held until that has come, however late. Raises Refusal."""
     exchange, policy, body = call.exchange, call.policy, call.request.body
     assert body is not None
-    looks = _looks(policy, head, route)
+    looks = _looks(policy, head, route, needed)
     whole = looks and policy.inspector.edits(route.path)
     keyed = route.json and policy.keys is not None and policy.keys.asks_for_body(head.fields)
-    most = policy.request_body if whole else HELD_JSON if looks or keyed else HELD_OTHER
+    judged = looks and policy.looks  # else only its model is asked for
+    most = policy.request_body if whole else HELD_JSON if judged or keyed else HELD_OTHER
     if b"expect" in head.named and head.minor and not body.total_bytes:
         call.write(CONTINUE)
     pieces, size = [], 0
     while size <= most and (piece := await _piece(call)):
         pieces.append(piece)
         size += len(piece)
+    members = Members()
+    if looks and not whole and not body.at_eof():
+        for fed in pieces:
+            _feed(members, fed)
+        while needed and not _models(members) and (piece := await _piece(call)):
+            pieces.append(piece)
+            size += len(piece)
+            _feed(members, piece)
     held = b"".join(pieces)
     del pieces
     exchange.bytes_in = size
     exchange.body_read = time.monotonic()
     length = head.length if head.framing is Framing.LENGTH else None
-    if body.at_eof():
-        return _looked_into(call, route, held) if looks and held else Upload(held, size)
-    if not looks:
-        return Upload(held, length, kept=False)
-    members = Members()
-    _feed(members, held)
+    if looks and held and body.at_eof():
+        return _looked_into(call, route, held)
+    if not looks or not held:
+        upload = Upload(held, size) if body.at_eof() else Upload(held, length, kept=False)
+        return _of_form(call, head, upload) if needed else upload
     exchange.model, exchange.stream = policy.inspector.facts(members.found)
-    return Upload(held, length, kept=False, members=members)
+    upload = Upload(held, length, kept=False, members=members)
+    upload.models = _models(members) if needed else 0
+    return upload
 
 
 def weigh(call: Call, head: RequestHead, route: Route, upload: Upload) -> None:
@@ -111,6 +125,16 @@ def _looked_into(call: Call, route: Route, body: bytes) -> Upload:
         return Upload(body, len(body))
     (exchange.model, exchange.stream), body, call.usage_asked = inspector.rewrite(route.path, body)
     return Upload(body, len(body))
+
+
+def _of_form(call: Call, head: RequestHead, upload: Upload) -> Upload:
+    """An upload, of whose fields one names the model: if that has come with the first of it."""
+    kind = head.named.get(b"content-type", b"")
+    edge = form.boundary(kind) if kind[:19].lower() == b"multipart/form-data" else None
+    upload.place = form.place_of(upload.held, edge, b"model") if edge else None
+    if upload.place is not None:
+        call.exchange.model = upload.held[slice(*upload.place)].decode("utf-8", "replace")
+    return upload
 
 
 async def _piece(call: Call) -> bytes:
@@ -159,6 +183,8 @@ async def send_rest(call: Call, connection: Connection, upload: Upload) -> None:
                 # the last octets go out only once all is known to be fit: till then no engine can begin
                 _feed(upload.members, piece)
                 exchange.model, exchange.stream = call.policy.inspector.facts(upload.members.found)
+                if upload.models and _models(upload.members) > upload.models:
+                    raise Refusal("bad_request", "the request body names its model twice", param="model")
                 if body is not None and body.at_eof() and not upload.members.complete:
                     raise not_json("it ends before the object does")
             connection.write(framed(upload, piece))
@@ -173,6 +199,11 @@ async def send_rest(call: Call, connection: Connection, upload: Upload) -> None:
             call.relay.fail(Ended(Outcome.REFUSED, refusal.message, code=refusal.code))
         else:
             connection.fail(refusal)
+
+
+def _models(members: Members) -> int:
+    """How many of the members found so far name a model."""
+    return sum(member.key == "model" for member in members.found)
 
 
 def too_large(policy: Policy) -> Refusal:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from gateway.core.admission import Quotas
 from gateway.core.affinity import Keys
 from gateway.core.backend import Lease
 from gateway.core.dialects import DEFAULT, Dialect
 from gateway.core.exchange import Exchange
 from gateway.core.inspection import Inspector
 from gateway.core.jsonbody import Members
+from gateway.core.models import Way
+from gateway.core.priority import Classes
 from gateway.core.routing import Paths, Route
 from gateway.errors import Ended
 from gateway.net.downstream import Request
@@ -20,6 +23,9 @@ from gateway.net.relay import Relay
 from gateway.net.tunnel import Tunnel
 from gateway.net.upstream import Connection, ConnectionPool
 from gateway.net.watch import NEVER, Timeouts
+
+if TYPE_CHECKING:
+    from gateway.net.aim import Aim
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +44,7 @@ class Policy:
     coalesce: tuple[float, int] | None = None  # seconds, octets
     looks: bool = True  # some rule needs the body to be looked into
     keys: Keys | None = None  # what requests are kept together by, where the balancing asks for it
+    classes: Classes = dataclasses.field(default_factory=Classes)  # of priority
     step: float = 60.0  # seconds after which a running exchange is first looked at (`Timeouts.shortest`)
 
 
@@ -51,13 +58,15 @@ class Local(NamedTuple):
 class Upload:
     """A request's body on its way to the backend: what is held, and, if it is not all of it, a source for the rest."""
 
-    __slots__ = ("held", "kept", "length", "members")
+    __slots__ = ("held", "kept", "length", "members", "models", "place")
 
     def __init__(self, held: bytes, length: int | None, *, kept: bool = True, members: Members | None = None):
         self.held = held
         self.length = length  # of the whole body; None where only its end will tell
         self.kept = kept  # what is held is all of it
         self.members = members  # still looking for refused members in what comes
+        self.models = 0  # of those found so far, how many name the model that it was sent by; none may come after them
+        self.place: tuple[int, int] | None = None  # of its model, where it is a form
 
 
 class Call:
@@ -65,7 +74,9 @@ class Call:
 
     route: Route | None = None
     interrupted: Ended | None = None
-    slot = False  # of the admission
+    slot: Quotas | None = None  # of the admission, and what goes back with it
+    way: Way | None = None  # that requests for its model take
+    aim: Aim | None = None  # other ways, where the model is an alias
     usage_asked = False  # by the gateway, not by the client
     key: float | None = None  # what it is kept together with others by
     tokens = 0  # of its prompt, about

@@ -7,9 +7,12 @@ import time
 from collections.abc import Sequence
 
 from gateway.core.backend import Backend, Lease
+from gateway.core.head import RequestHead
+from gateway.core.models import Models, Way
 from gateway.core.pool import Pool
 from gateway.errors import Refusal
-from gateway.net.call import Call
+from gateway.net.aim import aim
+from gateway.net.call import Call, Upload
 from gateway.net.upstream import ConnectionPool
 
 Connections = dict[str, ConnectionPool]  # by the backend's name
@@ -18,23 +21,54 @@ Connections = dict[str, ConnectionPool]  # by the backend's name
 class Fleet:
     """`loopback`: the embedded synthetic upstream, where /loadtest is served."""
 
-    def __init__(self, pool: Pool, connections: Connections, loopback: tuple[Pool, Connections] | None = None):
-        self.pool, self.connections, self.loopback = pool, connections, loopback
+    def __init__(self, models: Models, connections: Connections, loopback: tuple[Way, Connections] | None = None):
+        self.models, self.connections, self.loopback = models, connections, loopback
+
+    @property
+    def pool(self) -> Pool:
+        """All backends."""
+        return self.models.whole
+
+    def aim(self, call: Call, upload: Upload) -> Way:
+        """Find the call's way, by its model. Raises Refusal where nobody knows that."""
+        if self._loops_back(call):
+            assert self.loopback is not None
+            call.way = self.loopback[0]
+        else:
+            aim(call, self.models, upload, random.random())
+        assert call.way is not None
+        return call.way
 
     def pick(self, call: Call, tried: Sequence[Backend] = ()) -> Lease | None:
-        """A lease, and in the same step the connections that belong to it, which `call` is given."""
-        pool, connections = self._of(call)
-        stream = call.exchange.stream is True
-        lease = pool.pick(time.monotonic(), tried, key=call.key, tokens=call.tokens, chance=random.random(), stream=stream)
+        """A lease, and in the same step the connections that belong to it, which `call` is given.
+
+        Where the call's model is an alias, and nobody who serves the one it stands for so far can be reached, or all of them
+        have been tried, it goes on to the next one.
+        """
+        assert call.way is not None
+        lease = self._lease(call, call.way.backends, tried)
+        while lease is None and call.aim is not None and (tried or not call.way.backends.routable) and call.aim.go_on(call):
+            lease = self._lease(call, call.way.backends, tried)
         if lease is not None:
+            connections = self.loopback[1] if self.loopback is not None and self._loops_back(call) else self.connections
             call.connections = connections[lease.backend.name]
         return lease
 
+    def _lease(self, call: Call, pool: Pool, tried: Sequence[Backend]) -> Lease | None:
+        stream = call.exchange.stream is True
+        return pool.pick(time.monotonic(), tried, key=call.key, tokens=call.tokens, chance=random.random(), stream=stream)
+
     def nobody(self, call: Call) -> Refusal:
         """Why there is no backend for it."""
-        return self._of(call)[0].nobody()
+        assert call.way is not None
+        return call.way.backends.nobody(call.exchange.model if call.way.model is not None else None)
 
-    def _of(self, call: Call) -> tuple[Pool, Connections]:
-        if self.loopback is not None and call.route is not None and call.route.loopback:
-            return self.loopback
-        return self.pool, self.connections
+    def lists_models(self, call: Call, head: RequestHead) -> bool:
+        """Whether what is asked for is a page of models, and it is made here."""
+        route = call.route
+        assert route is not None
+        listed = route.path == b"/v1/models" or route.path.startswith(b"/v1/models/")
+        return listed and head.method == b"GET" and self.models.merged and not self._loops_back(call)
+
+    def _loops_back(self, call: Call) -> bool:
+        return self.loopback is not None and call.route is not None and call.route.loopback

@@ -42,6 +42,7 @@ from gateway.net.relay import Relay
 from gateway.net.tasks import Tasks
 from gateway.net.tunnel import Tunnel
 from gateway.net.upstream import Connection
+from gateway.net.waiting import Waiting
 from gateway.net.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 _FIRST_TOKEN, _DONE = Phase.FIRST_TOKEN, Phase.DONE
 _COMPLETE = Outcome.COMPLETE
 _BROKEN_OFF = (Outcome.STREAM_ERROR, Outcome.UPSTREAM_TRUNCATED)
+_MODELS = b"/v1/models"
 _SAYS_NOTHING = (Outcome.CLIENT_GONE, Outcome.CLIENT_STALLED, Outcome.DRAINING)  # of the backend
 
 
@@ -64,10 +66,11 @@ class Gateway:
         retries: Retries,
         observer: Observer,
         edges: tuple[float, ...],
-        models: Callable[[], Awaitable[Local]] | None = None,
+        page: Callable[[bytes], Awaitable[Local]] | None = None,
     ):
         self.policy, self.fleet, self.admission, self.retries, self.observer = policy, fleet, admission, retries, observer
-        self.models = models
+        self._page = page  # of models, by its path
+        self._waiting = Waiting(fleet, admission)
         self.draining = False
         self.live: dict[int, Call] = {}
         self._edges = edges  # of the histogram of gaps, which each stream fills by itself
@@ -87,21 +90,17 @@ class Gateway:
         keep_alive = False
         try:
             head, route = self._accept(call)
-            upload = body.at_hand(call, head, route) or await body.read(call, head, route)
+            fleet = self.fleet
+            needed = fleet.models.needed
+            upload = body.at_hand(call, head, route, needed) or await self._waiting.body(call, head, route, needed)
             body.weigh(call, head, route, upload)
-            if not self.admission.enter():
-                await self._queue(call)
-            call.slot = True
-            exchange.selected = time.monotonic()
-            if (
-                route.path == b"/v1/models"
-                and not route.loopback
-                and self.models is not None
-                and len(self.fleet.pool.backends) > 1
-                and head.method == b"GET"
-            ):
-                keep_alive = answers.answer(call, head, await self.models(), self.draining)
+            if route.path.startswith(_MODELS) and self._page is not None and fleet.lists_models(call, head):
+                keep_alive = answers.answer(call, head, await self._page(route.path), self.draining)
             else:
+                way = fleet.aim(call, upload)
+                if not self._waiting.enter(call, way):
+                    await self._waiting.turn(call, head)
+                exchange.selected = time.monotonic()
                 response = await self._attempts.response(call, head, route, upload)
                 if response.status == 101:
                     await self._tunnel(call, head, response)
@@ -190,28 +189,6 @@ class Gateway:
         if head.length > policy.request_body:
             raise body.too_large(policy)
         return head, route
-
-    # QUEUE ------------------------------------------------------------------------------------------------------------
-
-    async def _queue(self, call: Call) -> None:
-        """Wait for a slot. Raises Refusal."""
-        admission = self.admission
-        call.exchange.phase, call.exchange.queued = Phase.QUEUE, time.monotonic()
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        ticket = admission.ticket(lambda: self._granted(call, turn))
-        seconds = call.policy.timeouts.queue
-        try:
-            message = f"no slot came free within {seconds:g} s (timeouts.queue)"
-            await body.timed(call, turn, seconds, "queue_timeout", message, retry_after=1)
-        finally:
-            admission.leave(ticket)
-
-    def _granted(self, call: Call, turn: asyncio.Future[None]) -> None:
-        # both at once, so that nobody else is let in for the same place, and that they are given back whatever comes next
-        call.slot = True
-        call.lease = self.fleet.pick(call)
-        if not turn.done():
-            turn.set_result(None)
 
     # COMMIT, STREAM ---------------------------------------------------------------------------------------------------
 
@@ -362,8 +339,8 @@ class Gateway:
         if call.lease is not None:
             self._judge(call.lease.backend, exchange)
             call.lease.release()
-        if call.slot:
-            self.admission.release()
+        if call.slot is not None:
+            self.admission.release(call.slot)
         try:
             self.observer.ended(exchange)
         except Exception:
