@@ -125,7 +125,7 @@ async def test_without_it_nothing_is_asked_twice(start_gateway: Start) -> None:
 
 
 async def test_silence_behind_the_head(start_gateway: Start) -> None:
-    """timeouts.first_byte goes on until the first event: then another engine is asked, each once, and where all are stuck, 504."""
+    """timeouts.first_byte goes on until the first event: then another engine is asked, each once; if all are stuck, 504."""
 
     async def stuck(wire: HttpWire, request: Message) -> None:
         await wire.send(s.SSE_HEAD)
