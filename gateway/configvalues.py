@@ -183,9 +183,9 @@ def _share(value: Any) -> float:
 
 
 def _full(value: Any) -> int:
-    if isinstance(value, bool) or value not in (429, 503):
+    if not isinstance(value, int) or value not in (429, 503):
         raise BadValue
-    return int(value)
+    return value
 
 
 def _factor(value: Any) -> float:
