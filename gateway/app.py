@@ -468,12 +468,12 @@ class App:
 
     def _backend_samples(self) -> Iterable[BackendSample]:
         """One a name: what drains is added to the backend that has its name now, if there is one."""
-        samples: dict[str, BackendSample] = {}
+        now, samples = time.monotonic(), dict[str, BackendSample]()
         for entry in self.membership.everyone:
             b, size = entry.backend, entry.connections.size
             other = samples.get(b.name)
             if other is None:
-                samples[b.name] = BackendSample(b.name, b.routable, b.state, b.in_flight, size)
+                samples[b.name] = BackendSample(b.name, b.routable, b.state_at(now), b.in_flight, size)
             else:
                 samples[b.name] = other._replace(in_flight=other.in_flight + b.in_flight, connections=other.connections + size)
         return samples.values()
@@ -566,7 +566,8 @@ def _client_settings(config: Config) -> ClientSettings:
 
 
 def _retry(config: Config) -> RetrySettings:
-    return RetrySettings(config.retry.attempts, config.retry.budget, config.retry.replay_stale)
+    retry = config.retry
+    return RetrySettings(retry.attempts, retry.budget, retry.replay_stale, frozenset(retry.statuses))
 
 
 def _probing(config: Config) -> ProbeSettings:

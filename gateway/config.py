@@ -39,6 +39,7 @@ from gateway.configvalues import (
     Fault,
     FieldName,
     File,
+    FullStatus,
     Knobs,
     Listen,
     ListenList,
@@ -124,6 +125,7 @@ class Retry(Section, frozen=True):
     attempts: Annotated[int, whole(1, 100)] = 2
     budget: Share = 0.2
     replay_stale: bool = False
+    statuses: list[FullStatus] = msgspec.field(default_factory=lambda: [429, 503])
 
 
 class Health(Section, frozen=True, rename={"pass_": "pass"}):
@@ -132,6 +134,8 @@ class Health(Section, frozen=True, rename={"pass_": "pass"}):
     timeout: Seconds = 2.0
     fail: Count = 3
     pass_: Count = 2
+    slow_start: SecondsOrZero = 10.0
+    silence: Seconds | None = 5.0
 
 
 class Breaker(Section, frozen=True):

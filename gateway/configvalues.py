@@ -182,6 +182,12 @@ def _share(value: Any) -> float:
     return float(value)
 
 
+def _full(value: Any) -> int:
+    if not isinstance(value, int) or value not in (429, 503):
+        raise BadValue
+    return value
+
+
 def _factor(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 1000:
         raise BadValue
@@ -308,6 +314,7 @@ Tokens: TypeAlias = Annotated[
 Fault: TypeAlias = Annotated[str, Rule("a fault as reset@token:3", _fault)]
 Knobs: TypeAlias = Annotated[dict[str, object], Rule("a mapping of the knobs in deploy/mock.md", _knobs)]
 Share: TypeAlias = Annotated[float, Rule("a number from 0 to 1", _share)]
+FullStatus: TypeAlias = Annotated[int, Rule("429 or 503", _full)]
 Factor: TypeAlias = Annotated[float, Rule("a number from 1 to 1000", _factor)]
 FieldName: TypeAlias = Annotated[str, _text(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,256}", "the name of a header field")]
 Text: TypeAlias = Annotated[str, _text(r"[^\x00-\x1f\x7f]+", "text")]

@@ -1,7 +1,8 @@
 """The part of the admin listener that changes who the backends are: /-/backends, and /instances of vLLM Ascend's proxy.
 
 What it adds and takes out is rule 3 and 4 of `core.members`. DELETE and drain do the same, as nothing is ever cut: no new
-request, its exchanges go on to their end, and with the last of them the backend is gone.
+request, its exchanges go on to their end, and with the last of them the backend is gone. Undrain brings back what is still
+listed by a source (`GET /-/backends/out` has those), or what only drains; anything else is added anew.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.control.membership import Entry, Membership, Taken, described
+from gateway.control.membership import Entry, Membership, Taken, described, described_as_out
 from gateway.control.replies import error, reply
 from gateway.core.members import Member
 from gateway.errors import ConfigError
@@ -28,6 +29,8 @@ def fleet_routes(membership: Membership, read: Callable[[object], Member]) -> li
         web.post("/-/backends", fleet.add),
         web.delete("/-/backends/{name}", fleet.remove),
         web.post("/-/backends/{name}/drain", fleet.drain),
+        web.post("/-/backends/{name}/undrain", fleet.undrain),
+        web.get("/-/backends/out", fleet.out),
         web.post("/instances/add", fleet.add_instances),
         web.post("/instances/remove", fleet.remove_instances),
         web.get("/healthcheck", fleet.healthcheck),
@@ -55,6 +58,22 @@ class _Fleet:
     async def drain(self, request: web.Request) -> web.Response:
         _, answer = self._take_out(request.match_info["name"])
         return answer
+
+    async def undrain(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        try:
+            entry = self._membership.bring_back(name)
+        except ConfigError as wrong:
+            return error(400, "bad_request", str(wrong))
+        except Taken as taken:
+            return error(409, "conflict", str(taken))
+        if entry is None:
+            why = f"no backend {name} was taken out that a source still lists; POST /-/backends adds one by its URL"
+            return error(404, "unknown_backend", why)
+        return reply(described(entry))
+
+    async def out(self, request: web.Request) -> web.Response:
+        return reply([described_as_out(name, place) for name, place in self._membership.taken_out.items()])
 
     def _take_out(self, name: str) -> tuple[bool, web.Response]:
         """Whether it is gone already, and what to answer."""

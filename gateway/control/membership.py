@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from gateway.configvalues import split_url
 from gateway.control.probes import Target
 from gateway.core.backend import Backend
 from gateway.core.breaker import BreakerSettings
+from gateway.core.caution import CautionSettings
 from gateway.core.members import ADMIN_API, CONFIGURATION, Listed, Member, Merged, Place, Tls, merge, repeated
 from gateway.errors import ConfigError, GatewayError
 from gateway.net.upstream import ConnectionPool, Origin, PoolSettings
@@ -45,6 +47,7 @@ class Settings(NamedTuple):
 
     connections: PoolSettings = PoolSettings()
     breaker: BreakerSettings = BreakerSettings()
+    caution: CautionSettings = CautionSettings()
 
 
 class Entry(NamedTuple):
@@ -126,6 +129,23 @@ class Membership:
         self._change(self._inputs._replace(added=added, taken_out={**self._inputs.taken_out, **marked}))
         return found
 
+    def bring_back(self, name: str) -> Entry | None:
+        """By the admin API: in service again, as its source describes it, or, where it only drains still, as it was. None
+        where nobody of this name was taken out. Raises Taken, ConfigError."""
+        if name in self.entries:
+            return self.entries[name]
+        if name in self._inputs.taken_out:
+            left = {taken: place for taken, place in self._inputs.taken_out.items() if taken != name}
+            self._change(self._inputs._replace(taken_out=left))
+            return self.entries.get(name)
+        leaving = next((entry for entry in self.leaving if entry.member.name == name and entry.source == ADMIN_API), None)
+        return None if leaving is None else self.add([leaving.member])[0][0]
+
+    @property
+    def taken_out(self) -> Mapping[str, Place]:
+        """What the admin API took out, and a source still lists."""
+        return self._inputs.taken_out
+
     def _holder(self, member: Member) -> Member | None:
         """Whoever has this name, or this place: in force, or taken out and still listed by a source."""
         listed = [one.member for one in _merged(self._inputs._replace(taken_out={})).listed]
@@ -152,14 +172,18 @@ class Membership:
         used = {id(entry.connections) for entry in entries.values()}
         gone = [entry for entry in before.values() if id(entry.backend) not in kept]
         self.leaving = [entry for entry in self.leaving if id(entry.backend) not in kept]
+        had = {id(entry.backend) for entry in before.values()}
+        new = [entry for entry in entries.values() if id(entry.backend) not in had]
         for entry in gone:
             self._drain(entry)
+        for entry in new:
+            if before and not entry.backend.taken:
+                entry.backend.caution.doubted()  # others serve: it may prove itself first
         self._put(entries.values())
         for entry in before.values():
             if id(entry.connections) not in used:
                 entry.connections.close()
-        had = {id(entry.backend) for entry in before.values()}
-        self._tell(merged, [entry for entry in entries.values() if id(entry.backend) not in had], gone)
+        self._tell(merged, new, gone)
 
     def _drain(self, entry: Entry) -> None:
         backend = entry.backend
@@ -206,7 +230,7 @@ def _entry(listed: Listed, known: Entry | None, settings: Settings, contexts: di
     member, loop = listed.member, asyncio.get_running_loop()
     origin = _origin(member, contexts)
     if known is None:
-        backend = Backend(member.name, member.place.url, breaker=settings.breaker)
+        backend = Backend(member.name, member.place.url, breaker=settings.breaker, caution=settings.caution)
     else:
         backend, old = known.backend, known.connections
         if old.origin == origin and old.settings == settings.connections and not old.closed:
@@ -224,7 +248,7 @@ def described(entry: Entry) -> dict[str, Any]:
         "address": entry.member.place.address,
         "source": entry.source,
         "role": b.role,
-        "state": b.state,
+        "state": b.state_at(time.monotonic()),
         "health": b.health.value,
         "breaker": b.breaker.state.value,
         "in_flight": b.in_flight,
@@ -237,11 +261,20 @@ def described(entry: Entry) -> dict[str, Any]:
     }
 
 
+def described_as_out(name: str, place: Place) -> dict[str, Any]:
+    """One that was taken out and has ended all it had: it can be brought back."""
+    return {"name": name, "url": place.url, "address": place.address, "state": "out", "in_flight": 0}
+
+
 def _describe(entry: Entry, settings: Settings) -> None:
     """The backend, in service, as its source describes it now."""
     member, backend = entry.member, entry.backend
     backend.weight, backend.max_in_flight, backend.role = member.weight, member.max_in_flight, member.role
     backend.breaker.settings = settings.breaker
+    if backend.caution.settings != settings.caution:
+        backend.caution.apply(settings.caution)
+    if backend.draining:
+        backend.caution.returned(time.monotonic())
     if member.models is not None:
         backend.models = member.models
     elif backend.told:

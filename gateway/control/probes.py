@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 PAGE_MOST = 1 << 22  # octets of what a backend says of itself
 NAMED_MOST = 1000  # models of one backend
+SLEEP = "/is_sleeping"  # of a vLLM in development mode (vllm/entrypoints/serve/sleep)
+UNASKED = 60.0  # seconds until a backend that does not know of sleep is asked again
 
 
 class ProbeSettings(NamedTuple):
@@ -98,15 +100,17 @@ class Probes:
 
     async def _watch(self, target: Target) -> None:
         settings, backend = self._settings, target.backend
-        next_models = 0.0
+        next_models = next_sleep = 0.0
         while True:
             began = time.monotonic()
             well = await self._is_well(target)
-            if well is not None and backend.probed(well, settings.thresholds):
+            if well is not None and backend.probed(well, settings.thresholds, time.monotonic()):
                 level = logging.INFO if backend.health is Health.UP else logging.WARNING
                 log.log(level, "the backend %s is %s", backend.name, backend.health.value)
                 self._changed()
-            if well and began >= next_models:
+            if well and began >= next_sleep and not await self._look_for_sleep(target):
+                next_sleep = began + UNASKED
+            if well and not backend.asleep and began >= next_models:
                 next_models = began + settings.models_interval
                 await self._learn_models(target)
             await asyncio.sleep(max(settings.interval - (time.monotonic() - began), 0.05))
@@ -119,6 +123,21 @@ class Probes:
             log.debug("the probe of %s failed: %r", target.backend.name, error)
             return False if isinstance(error, UpstreamFailed | TimeoutError) else None
         return 200 <= status < 300
+
+    async def _look_for_sleep(self, target: Target) -> bool:
+        """An engine that sleeps is well, and can do nothing. Returns whether it can tell."""
+        try:
+            status, body = await self._page(target, SLEEP)
+            asleep = json.loads(body)["is_sleeping"] if status == 200 else None
+        except (GatewayError, TimeoutError):
+            return True  # another time
+        except (ValueError, KeyError, TypeError, RecursionError):
+            asleep = None
+        backend = target.backend
+        if backend.fell_asleep(asleep is True, time.monotonic()):
+            log.info("the backend %s %s", backend.name, "sleeps" if backend.asleep else "is awake")
+            self._changed()
+        return isinstance(asleep, bool)
 
     async def _learn_models(self, target: Target) -> None:
         """Take the list only where it came whole: half of one would hide models that are served."""

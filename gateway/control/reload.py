@@ -23,6 +23,7 @@ from gateway.control.discovery.kubernetes import (
 )
 from gateway.control.membership import Settings
 from gateway.core.breaker import BreakerSettings
+from gateway.core.caution import CautionSettings
 from gateway.core.members import Member, Place, Tls
 from gateway.errors import ConfigError
 from gateway.net.upstream import PoolSettings
@@ -72,6 +73,7 @@ def membership_settings(config: Config) -> Settings:
     return Settings(
         PoolSettings(pool.idle, pool.max_idle, pool.max_age),
         BreakerSettings(breaker.failures, breaker.window, breaker.open),
+        CautionSettings(config.health.slow_start, config.health.silence),
     )
 
 

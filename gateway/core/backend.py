@@ -9,7 +9,7 @@
 UNKNOWN is routable: a gateway that has just started serves at once, and learns from what happens.
 
 Whatever its health, a backend that is draining is given nothing new; what it has goes on, and with the last of it the
-backend is gone.
+backend is gone. One that is asleep (vLLM's sleep mode) is given nothing until it has woken up.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from gateway.core.breaker import Breaker, BreakerSettings
 from gateway.core.breaker import State as BreakerState
+from gateway.core.caution import Caution, CautionSettings, Silence
 from gateway.core.load import FOLLOWED, REQUEST, EngineLoad, Penalty
 
 
@@ -29,7 +30,9 @@ class Health(enum.StrEnum):
     DOWN = "down"
 
 
-_DOWN = Health.DOWN  # looked up once: see core.head
+# Looked up once: see core.head.
+_UNKNOWN, _UP, _DOWN = Health
+_HALF_OPEN = BreakerState.HALF_OPEN
 
 
 class HealthSettings(NamedTuple):
@@ -44,7 +47,9 @@ class Backend:
         "_beyond",
         "_pressure",
         "_probes",
+        "asleep",
         "breaker",
+        "caution",
         "draining",
         "emptied",
         "engine",
@@ -72,6 +77,7 @@ class Backend:
         max_in_flight: int | None = None,
         role: str = "both",
         breaker: BreakerSettings = BreakerSettings(),
+        caution: CautionSettings = CautionSettings(),
     ):
         self.name, self.url, self.weight, self.max_in_flight, self.role = name, url, weight, max_in_flight, role
         self.models: tuple[str, ...] | None = None  # as it last said itself, or as the operator says (`core.models`)
@@ -84,6 +90,8 @@ class Backend:
         self._beyond, self._pressure = 0.0, 1.0
         self.health = Health.UNKNOWN
         self.breaker = Breaker(breaker)
+        self.caution = Caution(caution)
+        self.asleep = False
         self.picked = 0.0  # when it was last picked
         self.draining = False
         self.emptied: Callable[[], None] | None = None  # called when the last lease is given back
@@ -91,7 +99,7 @@ class Backend:
 
     @property
     def routable(self) -> bool:
-        return self.health is not _DOWN and not self.draining
+        return self.health is not _DOWN and not self.draining and not self.asleep
 
     @property
     def full(self) -> bool:
@@ -102,8 +110,10 @@ class Backend:
         """One word for people and metrics."""
         if self.draining:
             return "draining"
-        if self.health is Health.DOWN:
+        if self.health is _DOWN:
             return "down"
+        if self.asleep:
+            return "asleep"
         return "ejected" if self.breaker.state is not BreakerState.CLOSED else self.health.value
 
     @property
@@ -111,15 +121,33 @@ class Backend:
         """It has been looked at, and which models it serves is known as far as it ever may be."""
         return self.models is not None or self._probes < 0
 
-    def probed(self, well: bool, settings: HealthSettings) -> bool:
+    def state_at(self, now: float) -> str:
+        """The same, and where it is in service, why it is given less just now."""
+        reason = self.caution.reason(now) if self.routable and self.breaker.state is BreakerState.CLOSED else None
+        return self.state if reason is None else reason.value
+
+    def probed(self, well: bool, settings: HealthSettings, now: float = 0.0) -> bool:
         """Take in a probe's result; returns whether the health changed."""
         self._probes = max(self._probes, 0) + 1 if well else min(self._probes, 0) - 1
         before = self.health
         if self._probes <= -settings.fail:
-            self.health = Health.DOWN
-        elif self._probes >= settings.pass_ or (well and before is Health.UNKNOWN):
-            self.health = Health.UP
+            self.health = _DOWN
+        elif self._probes >= settings.pass_ or (well and before is _UNKNOWN):
+            self.health = _UP
+        if well:
+            self.caution.proven(now)
+        if before is _UNKNOWN and not well:
+            self.caution.doubted()
+        elif before is _DOWN and self.health is _UP:
+            self.caution.returned(now)
         return self.health is not before
+
+    def fell_asleep(self, asleep: bool, now: float) -> bool:
+        """Take in what it says of its sleep; returns whether that changed."""
+        before, self.asleep = self.asleep, asleep
+        if before and not asleep:
+            self.caution.returned(now)
+        return before is not asleep
 
     def scraped(self, engine: EngineLoad | None, ours: int = 0) -> None:
         """Take in what its engine says, of which `ours` requests may be from here; None: that is not known any more."""
@@ -146,18 +174,24 @@ class Backend:
     def answered(self, status: int, now: float) -> None:
         """An exchange came to an end that was the backend's own choice. That it is full, or an error of its own, is no reason
         to eject it, nor to prefer it."""
+        closes = self.breaker.state is _HALF_OPEN
         self.breaker.succeeded()
+        if closes:
+            self.caution.returned(now)
         if status == 429 or status >= 500:
             self.penalty.failed(now)
         else:
             self.penalty.succeeded()
 
-    def lease(self, tokens: int = 0) -> Lease:
-        """For one exchange, whose prompt has about so many tokens."""
+    def lease(self, tokens: int = 0, now: float = 0.0, stream: bool = False) -> Lease:
+        """For one exchange, whose prompt has about so many tokens, and which asks for a stream."""
         self.taken += 1
         self.in_flight += 1
         self.tokens += tokens
-        return Lease(self, self.breaker.sent(), tokens)
+        caution = self.caution
+        kind = caution.streams if stream else caution.wholes
+        caution.sent(kind, now)
+        return Lease(self, self.breaker.sent(), tokens, kind, now)
 
     def __repr__(self) -> str:
         return f"<Backend {self.name} {self.state} in_flight={self.in_flight}>"
@@ -169,17 +203,21 @@ class Lease:
     `trial`: of a half-open breaker, whose number it is. It ends with the lease, whatever became of it.
     """
 
-    __slots__ = ("_held", "_tokens", "_trial", "backend")
+    __slots__ = ("_began", "_held", "_kind", "_tokens", "_trial", "backend")
 
-    def __init__(self, backend: Backend, trial: int = 0, tokens: int = 0):
+    def __init__(self, backend: Backend, trial: int, tokens: int, kind: Silence, began: float):
         self.backend, self._trial, self._tokens, self._held = backend, trial, tokens, True
+        self._kind: Silence | None = kind  # among whom it waits; None: no more
+        self._began = began
 
     def release(self) -> None:
         if not self._held:
             raise AssertionError(f"a lease on {self.backend.name} was given back twice")
         self._held = False
-        self.prompt_read()
         backend = self.backend
+        backend.tokens -= self._tokens
+        if self._kind is not None:
+            self._kind.waiting -= 1
         if self._trial:
             backend.breaker.over(self._trial)
         backend.in_flight -= 1
@@ -188,7 +226,11 @@ class Lease:
         if not backend.in_flight and backend.emptied is not None:
             backend.emptied()
 
-    def prompt_read(self) -> None:
+    def prompt_read(self, now: float) -> None:
         """The answer has begun: whatever the prompt asked to be computed has been."""
-        self.backend.tokens -= self._tokens
+        backend = self.backend
+        backend.tokens -= self._tokens
         self._tokens = 0
+        if self._kind is not None:
+            kind, self._kind = self._kind, None
+            backend.caution.answered(kind, self._began, now)

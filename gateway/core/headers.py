@@ -9,6 +9,7 @@ and Date where the backend sent none (RFC 9110 section 6.6.1). Framing is always
 from __future__ import annotations
 
 import re
+from email.utils import parsedate_to_datetime
 from typing import NamedTuple
 
 from gateway.core.head import CHUNKED, CLOSE, FORWARDING, NONE, NOT_DOWNSTREAM, NOT_UPSTREAM, Framing, RequestHead, ResponseHead
@@ -231,3 +232,19 @@ def is_event_stream(response: ResponseHead) -> bool:
 def is_coded(response: ResponseHead) -> bool:
     named = response.named
     return b"content-encoding" in named and named[b"content-encoding"].lower() != b"identity"
+
+
+def retry_after(response: ResponseHead, wall: float) -> float | None:
+    """Seconds until a refused request may be made again, as the response says (RFC 9110 section 10.2.3); None: it does not.
+
+    `wall`: the time of day, as seconds since 1970, to which a date is compared.
+    """
+    value = next((value for name, _, value, _ in response.fields if name == b"retry-after"), None)
+    if value is None:
+        return None
+    if re.fullmatch(rb"[0-9]{1,9}", value):
+        return float(value)
+    try:
+        return max(parsedate_to_datetime(value.decode("latin-1")).timestamp() - wall, 0.0)
+    except (ValueError, OverflowError):
+        return None

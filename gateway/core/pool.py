@@ -1,23 +1,32 @@
-"""Interchangeable backends: membership, and who takes the next exchange."""
+"""Interchangeable backends: membership, and who takes the next exchange.
+
+The policy chooses among those that are fit. Where none is, what is only a doubt counts no more: first caution (`core.caution`),
+then breakers. A doubtful backend is better than none, but no second attempt is made on one that a breaker keeps out, nor on one
+that has said itself that it is full.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.core.backend import Backend, Health, Lease
+from gateway.core.backend import Backend, Lease
 from gateway.core.balancing import POLICIES
+from gateway.core.caution import WARMING, Reason
+from gateway.core.ramp import Ramp
 from gateway.errors import Refusal
 
-_DOWN = Health.DOWN  # looked up once: see core.head
+_SILENT = Reason.SILENT  # looked up once: see core.head
 
 
 class Pool:
     def __init__(self, backends: Sequence[Backend], balance: str = "least_loaded", load_factor: float = 1.25):
+        self._ramp = Ramp(())
         self.apply(backends, balance, load_factor)
 
     def apply(self, backends: Sequence[Backend], balance: str, load_factor: float = 1.25) -> None:
         """A new membership, whole. Backends that stay are the same objects, with all that is known of them."""
         self.backends, self._policy = list(backends), POLICIES[balance](backends, load_factor)
+        self._ramp = Ramp(self.backends).follow(self._ramp)
         self._limited = any(b.max_in_flight is not None for b in self.backends)
         self._only = self.backends[0] if len(self.backends) == 1 and not self._limited else None
 
@@ -44,27 +53,43 @@ class Pool:
         key: float | None = None,
         tokens: int = 0,
         chance: float = 0.0,
+        stream: bool = False,
     ) -> Lease | None:
         """A lease on a backend that is not among `tried`; None where there is none, or none with room.
 
-        `key`, `chance`: as the policy takes them (`balancing.base`). `tokens`: of the prompt, about.
+        `key`, `chance`: as the policy takes them (`balancing.base`). `tokens`: of the prompt, about. `stream`: asked for.
         """
         only = self._only
-        if only is not None and only.health is not _DOWN and not tried:
+        if only is not None and only.routable and not tried:
             only.breaker.allows(now)  # the last one is never taken out, but is to be told of the time
-            return only.lease(tokens)
+            return only.lease(tokens, now, stream)
+        self._ramp.picks += 1
 
-        def fit(backend: Backend) -> bool:
+        def sound(backend: Backend) -> bool:
             return backend.routable and backend not in tried and not backend.full and backend.breaker.allows(now)
 
-        chosen = self._policy.choose(fit, now, chance, key)
-        if chosen is None and not tried:
-            # where breakers leave nobody, they are not obeyed: a doubtful backend is better than none
-            chosen = self._policy.choose(lambda b: b.routable and not b.full, now, chance, key)
+        def fit(backend: Backend) -> bool:
+            return sound(backend) and (now < backend.caution.look_from or self._is_given(backend, now))
+
+        choose = self._policy.choose
+        chosen = choose(fit, now, chance, key)
+        if chosen is None and tried:
+            chosen = choose(lambda b: sound(b) and not b.caution.refuses(now), now, chance, key)
+        elif chosen is None:
+            chosen = choose(sound, now, chance, key) or choose(lambda b: b.routable and not b.full, now, chance, key)
         if chosen is None:
             return None
+        if self._ramp:
+            self._ramp.taken(chosen, now)
         chosen.picked = now
-        return chosen.lease(tokens)
+        return chosen.lease(tokens, now, stream)
+
+    def _is_given(self, backend: Backend, now: float) -> bool:
+        """Whether one that is to be treated with caution may have this exchange."""
+        reason = backend.caution.reason(now)
+        if reason is WARMING:
+            return self._ramp.is_due(backend, now)
+        return reason is None or (reason is _SILENT and backend.caution.may_try(now))
 
     def nobody(self, model: str | None = None) -> Refusal:
         """Why there is no backend to be picked, for `model` or for any."""

@@ -6,19 +6,22 @@ the client: what goes wrong can be answered with a status, or tried elsewhere. `
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import random
 import time
 from collections.abc import Mapping
 
 from gateway.core import headers
 from gateway.core.admission import Admission
-from gateway.core.backend import Backend
+from gateway.core.backend import Backend, Lease
+from gateway.core.caution import BUSY
 from gateway.core.dialects import Dialect
 from gateway.core.exchange import Observer
 from gateway.core.head import RequestHead, ResponseHead
 from gateway.core.hedging import Hedge
 from gateway.core.outcome import Outcome, Phase
-from gateway.core.retry import Retries
+from gateway.core.retry import Retries, pause
 from gateway.core.routing import Route
 from gateway.errors import EngineRefused, Refusal, UpstreamFailed
 from gateway.net import body, hedge, migrate
@@ -26,6 +29,7 @@ from gateway.net.call import Call, Upload
 from gateway.net.fleet import Fleet
 from gateway.net.hold import Hold
 from gateway.net.legs import Leg
+from gateway.net.putoff import PutOff, put_off
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import Connection, ConnectionPool
 from gateway.net.watch import Watch
@@ -46,46 +50,105 @@ class Attempts:
         exchange = call.exchange
         self.retries.request()
         tried: list[Backend] = []
+        refusal: PutOff | None = None
         stale = False
         if call.policy.migrations is not None:
             migrate.asks(call, route, upload)
         after = None if call.policy.hedges is None else _hedged_after(call, call.policy.hedges, upload)
-        lease = call.lease or self.fleet.pick(call)
-        if lease is None:
+        call.lease = call.lease or self.fleet.pick(call)
+        if call.lease is None:
             raise self.fleet.nobody(call)
-        while True:
-            call.lease = lease
-            exchange.attempts += 1
-            exchange.backend = lease.backend.name
-            try:
-                if after is None:
-                    return await self.attempt(call, call, head, route, upload, fresh=stale)
-                attempt = functools.partial(self._held_attempt, call, head, route, upload, stale)
-                return await hedge.race(self, call, attempt, after, tried)
-            except (UpstreamFailed, EngineRefused) as failure:
-                if call.hedged:
-                    raise  # that was the other try, and both are judged and over
-                self.failed(call, failure)
-                call.let_go()
-                stale = failure.code == "stale_connection"
-                if isinstance(failure, EngineRefused) and failure.status < 500:
-                    raise  # the client's own fault: it would be no better elsewhere
-                if stale:  # of the backend it says nothing: the same one, with the same lease
-                    if not self.retries.again(failure, head.method, exchange.attempts, body_kept=upload.kept):
-                        raise
-                    self.observer.retried(exchange, failure.code)
-                    continue
-                tried.append(lease.backend)
-                following = self.fleet.pick(call, tried)
-                if following is None:
-                    raise  # what went wrong says more than that there is nobody else
-                if not self.retries.again(failure, head.method, exchange.attempts, body_kept=upload.kept):
-                    following.release()
-                    raise
-                self.observer.retried(exchange, failure.code)
-                call.end()
-                lease = following
-                self.admission.wake()
+        try:
+            while True:
+                backend = call.lease.backend
+                exchange.attempts += 1
+                exchange.backend = backend.name
+                try:
+                    if after is None:
+                        response = await self.attempt(call, call, head, route, upload, fresh=stale)
+                    else:
+                        attempt = functools.partial(self._held_attempt, call, head, route, upload, stale)
+                        response = await hedge.race(self, call, attempt, after, tried)
+                    if response.status < 429 or not self._is_turned_away(call, response, upload, tried):
+                        return response
+                    if refusal is not None:
+                        refusal.connection.drop()
+                    refusal = put_off(call, response, backend)
+                    reason = f"status_{response.status}"
+                except (UpstreamFailed, EngineRefused) as failure:
+                    if call.hedged:  # that was the other try, and both are judged and over
+                        if refusal is None:
+                            raise
+                        return refusal.take_up(call, self._watch)
+                    self.failed(call, failure)
+                    call.let_go()
+                    stale = failure.code == "stale_connection"
+                    if isinstance(failure, EngineRefused) and failure.status < 500:
+                        raise  # the client's own fault: it would be no better elsewhere
+                    # of the backend a stale connection says nothing: the same one, with the same lease
+                    if not self._retries_after(call, failure, head, upload, None if stale else tried):
+                        if refusal is None:
+                            raise
+                        return refusal.take_up(call, self._watch)
+                    reason = failure.code
+                self.observer.retried(exchange, reason)
+                if not stale and (seconds := pause(reason, exchange.attempts, random.random())):
+                    await asyncio.sleep(seconds)
+        finally:
+            if refusal is not None and call.connection is not refusal.connection:
+                refusal.connection.drop()
+
+    def _retries_after(
+        self,
+        call: Call,
+        failure: UpstreamFailed | EngineRefused,
+        head: RequestHead,
+        upload: Upload,
+        tried: list[Backend] | None,
+    ) -> bool:
+        """Whether there is another attempt; its lease is then the call's. `tried`: None where it is to be the same backend."""
+        attempts = call.exchange.attempts
+        if tried is None:
+            return self.retries.again(failure, head.method, attempts, body_kept=upload.kept)
+        following = self._following(call, tried)
+        if following is None:
+            return False  # what went wrong says more than that there is nobody else
+        if not self.retries.again(failure, head.method, attempts, body_kept=upload.kept):
+            following.release()
+            return False
+        self._move(call, following)
+        return True
+
+    def _is_turned_away(self, call: Call, response: ResponseHead, upload: Upload, tried: list[Backend]) -> bool:
+        """Whether somebody else is to be asked than the backend that answered so; the new lease is then the call's."""
+        assert call.lease is not None
+        backend, now = call.lease.backend, time.monotonic()
+        seconds = headers.retry_after(response, time.time()) if response.status in (429, 503) else None
+        if seconds is not None or response.status == 429:
+            backend.caution.busy(BUSY if seconds is None else seconds, now)
+        if call.hedged or not upload.kept or response.status not in self.retries.settings.statuses:
+            return False
+        following = self._following(call, tried)
+        if following is None:
+            return False
+        if not self.retries.turned_away(response.status, seconds, call.exchange.attempts, body_kept=upload.kept):
+            following.release()
+            return False
+        backend.answered(response.status, now)
+        self._move(call, following)
+        return True
+
+    def _following(self, call: Call, tried: list[Backend]) -> Lease | None:
+        """A lease on a backend that has not been tried."""
+        assert call.lease is not None
+        tried.append(call.lease.backend)
+        return self.fleet.pick(call, tried)
+
+    def _move(self, call: Call, following: Lease) -> None:
+        assert call.lease is not None
+        call.lease.release()
+        call.lease = following
+        self.admission.wake()
 
     async def attempt(
         self, call: Call, leg: Leg, head: RequestHead, route: Route, upload: Upload, *, fresh: bool = False, hold: bool = False
@@ -184,7 +247,8 @@ class Attempts:
             elif sent is not None and sent + timeouts.first_byte <= now:
                 what = "response head" if leg.hold is None else "first event"
                 message = f"the backend sent no {what} within {timeouts.first_byte:g} s (timeouts.first_byte)"
-                waiting.fail(UpstreamFailed("timeout_first_byte", message))
+                # a stream that is held back and is now given up has shown nobody anything, and generates nothing any more
+                waiting.fail(UpstreamFailed("timeout_first_byte", message, unsent=leg.hold is not None))
 
 
 def _hedged_after(call: Call, hedges: Mapping[str, Hedge], upload: Upload) -> float | None:

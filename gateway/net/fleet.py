@@ -57,7 +57,8 @@ class Fleet:
         return lease
 
     def _lease(self, call: Call, pool: Pool, tried: Sequence[Backend]) -> Lease | None:
-        return pool.pick(time.monotonic(), tried, key=call.key, tokens=call.tokens, chance=random.random())
+        stream = call.exchange.stream is True
+        return pool.pick(time.monotonic(), tried, key=call.key, tokens=call.tokens, chance=random.random(), stream=stream)
 
     def nobody(self, call: Call) -> Refusal:
         """Why there is no backend for it."""

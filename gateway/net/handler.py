@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 # Looked up once: see core.head.
 _FIRST_TOKEN, _DONE = Phase.FIRST_TOKEN, Phase.DONE
 _COMPLETE = Outcome.COMPLETE
+_BROKEN_OFF = (Outcome.STREAM_ERROR, Outcome.UPSTREAM_TRUNCATED)
 _MODELS = b"/v1/models"
 _SAYS_NOTHING = (Outcome.CLIENT_GONE, Outcome.CLIENT_STALLED, Outcome.DRAINING)  # of the backend
 
@@ -221,7 +222,7 @@ class Gateway:
             kind == b"text/event-stream",
             edit,
             call.policy.coalesce,
-            call.lease.prompt_read if call.lease is not None else None,
+            call.lease.prompt_read if call.lease is not None and response.status < 300 else None,
         )
         octets = headers.client_head(
             response,
@@ -365,6 +366,8 @@ class Gateway:
             backend.failed(time.monotonic())
             assert outcome is not None
             self.observer.failed(exchange, outcome.value)
+        elif outcome in _BROKEN_OFF:
+            backend.answered(500, time.monotonic())  # as if it had said so in the head
         elif outcome not in _SAYS_NOTHING:
             backend.answered(exchange.status or 0, time.monotonic())
 

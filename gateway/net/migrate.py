@@ -211,5 +211,5 @@ def _take_over(attempts: Attempts, call: Call, relay: SeamedRelay, leg: Leg, why
     lease, connection = call.lease, call.connection
     assert lease is not None
     assert connection is not None
-    lease.prompt_read()
+    lease.prompt_read(now)
     relay.go_on(connection)

@@ -67,7 +67,7 @@ class Relay:
         event_stream: bool = False,
         edit: Edit | None = None,
         coalesce: tuple[float, int] | None = None,
-        begun: Callable[[], None] | None = None,
+        begun: Callable[[float], None] | None = None,
     ):
         self.exchange, self.client, self.connection, self.reader = exchange, client, connection, reader
         self.framing, self.meter, self.observer, self._edit = to_client, meter, observer, edit
@@ -145,7 +145,7 @@ class Relay:
         if exchange.first_byte is None and pieces:
             exchange.first_byte = now
             if self._begun is not None:
-                self._begun()
+                self._begun(now)
         out = reader.out if self._as_it_comes else self._encoded(pieces)
         if out:
             if self._before:

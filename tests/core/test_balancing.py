@@ -33,6 +33,8 @@ class Picks:
         self.now += 1
         lease = self.pool.pick(self.now, chance=self.chance.random(), **options)
         assert lease
+        if not options.get("tokens"):
+            lease.prompt_read(self.now)  # answered at once: nobody is silent here
         return lease
 
     def short(self, count: int, **options: Any) -> list[str]:
@@ -100,7 +102,7 @@ def test_least_loaded_is_never_uneven_by_more_than_one() -> None:
             out.pop(chance.randrange(len(out))).release()
             continue
         fewest = min(b.in_flight for b in pool.backends)
-        lease = pool.pick(float(turn))
+        lease = pool.pick(turn / 1000)
         assert lease
         assert lease.backend.in_flight == fewest + 1
         out.append(lease)
@@ -173,7 +175,7 @@ class TestLeastLoaded:
         picks = Picks(Pool(backends(1, 1)))
         long = picks.pick(tokens=10_000)
         assert [picks.pick().backend.name for _ in range(9)] == ["b1"] * 9
-        long.prompt_read()
+        long.prompt_read(0.0)
         assert [picks.pick().backend.name for _ in range(8)] == ["b0"] * 8
 
     def test_an_engines_own_figures_count(self) -> None:
@@ -203,7 +205,7 @@ class TestLeastLoaded:
         for turn in range(count * 60):
             if len(out) >= count * 6:
                 out.pop(chance.randrange(len(out))).release()
-            lease = pool.pick(float(turn))
+            lease = pool.pick(turn / 1000)
             assert lease
             out.append(lease)
             if turn > count * 30:

@@ -18,9 +18,9 @@ def test_requests_and_prompts() -> None:
     found = backend()
     leases = [found.lease(tokens) for tokens in (0, 2048, 8192, 1, 3)]
     assert found.load(0.0) == 5 + (2048 + 8192 + 4) / 1024
-    leases[2].prompt_read()
+    leases[2].prompt_read(0.0)
     assert found.load(0.0) == 5 + (2048 + 4) / 1024
-    leases[2].prompt_read()
+    leases[2].prompt_read(0.0)
     assert found.load(0.0) == 5 + (2048 + 4) / 1024
     for lease in leases:
         lease.release()

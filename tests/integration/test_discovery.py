@@ -21,7 +21,7 @@ from tests.support.upstream import RawUpstream, listening_socket
 
 Start = Callable[..., Awaitable[Gateway]]
 QUICK = 0.1  # seconds between look-ups
-SLOW = {"interval": 60}
+SLOW = {"interval": 60, "slow_start": 0}
 
 
 @contextlib.asynccontextmanager

@@ -17,7 +17,7 @@ from tests.support.messages import Message
 from tests.support.upstream import RawUpstream
 
 Start = Callable[..., Awaitable[Gateway]]
-SLOW = {"interval": 60}
+SLOW = {"interval": 60, "slow_start": 0}
 
 
 def add(**backend: Any) -> bytes:

@@ -165,7 +165,7 @@ class Simulation:
         for request in begun:
             request.first_token = self.now
             if request in self._leases:  # else it came from elsewhere
-                self._leases[request].prompt_read()
+                self._leases[request].prompt_read(self.now)
         for request in ended:
             engine.finish(request)
             if request in self._leases:

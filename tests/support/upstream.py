@@ -43,6 +43,7 @@ class RawUpstream:
             "/health": reply(200, b"", ()),
             "/v1/models": reply(200, json.dumps({"object": "list", "data": listed}).encode()),
             "/metrics": reply(200, b"", [("content-type", "text/plain; version=0.0.4; charset=utf-8")]),
+            "/is_sleeping": reply(404, b'{"detail":"Not Found"}'),
             "/version": reply(200, b'{"version":"0.32.0"}'),
         }
         self.half_heads: list[bytes] = []  # of connections that ended within one

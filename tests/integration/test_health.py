@@ -1,0 +1,165 @@
+"""What streams, sleep and operators say of a backend, beside its probes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from tests.integration.test_fleet import FAST, SLOW, fleet, reached, states, urls
+from tests.support import script as s
+from tests.support.gateway import Gateway, until
+from tests.support.messages import HttpWire, Message
+
+Start = Callable[..., Awaitable[Gateway]]
+OUTPUT = s.stream(s.delta("a"), *s.FINISHED)
+
+
+async def silent(wire: HttpWire, request: Message) -> None:
+    await wire.wait_closed()
+
+
+async def head_alone(wire: HttpWire, request: Message) -> None:
+    await wire.send(s.SSE_HEAD)
+    await wire.wait_closed()
+
+
+async def one_event(wire: HttpWire, request: Message) -> None:
+    await wire.send(s.SSE_HEAD + s.chunk(s.delta("a")))
+    await wire.wait_closed()
+
+
+async def comments(wire: HttpWire, request: Message) -> None:
+    await wire.send(s.SSE_HEAD + s.chunk(s.delta("a")))
+    while not wire.ended and not wire.closed:
+        await wire.send(s.chunk(b": keep-alive\n\n"))
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("script, timeouts, reason, held", [
+    (silent, {"first_byte": 0.3}, "timeout_first_byte", False),
+    (head_alone, {"first_byte": 0.3}, "timeout_first_byte", True),
+    (head_alone, {"idle": 0.3}, "timeout_idle", False),
+    (one_event, {"idle": 0.3}, "timeout_idle", False),
+    (comments, {"progress": 0.3}, "timeout_progress", False),
+])  # fmt: skip
+async def test_what_streams_do_counts(
+    start_gateway: Start, script: s.Script, timeouts: dict[str, float], reason: str, held: bool
+) -> None:
+    """No head, no first event, no progress: failures all of them, and probes that go well close no breaker that they opened."""
+    async with fleet(2) as backends:
+        config: dict[str, Any] = {"timeouts": timeouts, "health": FAST, "balance": "round_robin",
+                                  "breaker": {"failures": 2, "open": 60}}  # fmt: skip
+        gateway = await start_gateway(config=config | ({"commit": "first_event"} if held else {}), backends=urls(backends))
+        backends[0].script = script
+        clients = [await gateway.connect() for _ in range(4)]
+        for client in clients:
+            await client.send(s.post())
+        await reached(gateway, 1, state="ejected")
+        assert await gateway.metric("tokenpipe_backend_failures_total", reason=reason) == 2
+        count = len(backends[0].probed)
+        await until(lambda: len(backends[0].probed) > count + 3, "probes that go well")
+        assert (await states(gateway))[0]["state"] == "ejected"
+        for client in clients:
+            client.reset()
+
+
+async def test_one_that_never_answers_harms_nobody_else(start_gateway: Start) -> None:
+    """Also in turn: once it is known to be silent nobody is sent there; it is back with its first answer."""
+    async with fleet(3, OUTPUT) as backends:
+        frozen = backends[0]
+        held = s.Held(s.SSE_HEAD)
+        frozen.script = held
+        config = {"health": SLOW | {"silence": 0.5}, "balance": "round_robin"}
+        gateway = await start_gateway(config=config, backends=urls(backends))
+        stuck = await gateway.connect()
+        await stuck.send(s.post())
+        await held.wire()
+        await reached(gateway, 1, state="silent")
+        assert await gateway.metric("tokenpipe_backend_state", state="silent") == 1
+        before = len(frozen.requests)
+        assert {(await gateway.ask()).status for _ in range(12)} == {200}
+        assert len(frozen.requests) == before == 1
+        frozen.script = OUTPUT
+        await frozen.wires[0].send(b"".join(map(s.chunk, (s.delta("a"), *s.FINISHED))) + s.LAST)
+        assert (await stuck.read_response()).complete
+        stuck.fin()
+        frozen.wires[0].reset()
+        await gateway.idle()
+        await reached(gateway, 0, state="silent")
+        assert {(await gateway.ask()).status for _ in range(6)} == {200}
+        assert len(frozen.requests) == 3
+
+
+async def test_sleep(start_gateway: Start) -> None:
+    """A backend that sleeps gets nothing and is shown so; where all sleep the gateway is not ready; it comes back by itself."""
+    async with fleet(2) as backends:
+        asleep = s.reply(200, json.dumps({"is_sleeping": True}).encode())
+        awake = s.reply(200, json.dumps({"is_sleeping": False}).encode())
+        for backend in backends:
+            backend.probes["/is_sleeping"] = awake
+        gateway = await start_gateway(config={"health": FAST}, backends=urls(backends))
+        backends[0].probes["/is_sleeping"] = asleep
+        await reached(gateway, 1, state="asleep")
+        assert {(await gateway.ask()).status for _ in range(4)} == {200}
+        assert not backends[0].requests
+        assert await gateway.metric("tokenpipe_backend_state", state="asleep") == 1
+        backends[1].probes["/is_sleeping"] = asleep
+        await reached(gateway, 2, state="asleep")
+        answer = await gateway.ask()
+        assert (answer.status, answer.get("x-gateway-error")) == (503, "no_backend")
+        assert (await gateway.admin(s.get("/readyz"))).status == 503
+        for backend in backends:
+            backend.probes["/is_sleeping"] = awake
+        await reached(gateway, 2, state="up")
+        assert (await gateway.admin(s.get("/readyz"))).status == 200
+
+
+@pytest.mark.parametrize("page", [s.reply(404, b"{}"), s.reply(200, b"no json"), s.reply(200, b"[]"), s.vanish])
+async def test_who_does_not_know_of_sleep(start_gateway: Start, page: s.Script) -> None:
+    """Is awake, and not asked each time (unless it was not to be understood at all)."""
+    async with fleet(1) as (backend,):
+        backend.probes["/is_sleeping"] = page
+        gateway = await start_gateway(config={"health": FAST}, backends=[backend.url])
+        await until(lambda: backend.probed.count("/health") > 4, "probes")
+        assert backend.probed.count("/is_sleeping") == 1 or page is s.vanish
+        assert (await states(gateway))[0]["state"] == "up"
+
+
+async def test_undrain(start_gateway: Start) -> None:
+    """Out for maintenance, and back as it was configured: with nothing in flight, and while it drains."""
+    async with fleet(2) as backends:
+        listed = [{"url": b.url, "name": f"b{n}", "weight": 1 + n} for n, b in enumerate(backends)]
+        gateway = await start_gateway(config={"health": SLOW, "backends": listed})
+
+        async def order(what: str, name: str = "b1") -> Message:
+            return await gateway.admin(s.get(f"/-/backends/{name}/{what}", method="POST"))
+
+        assert (await order("undrain", "nobody")).status == 404
+        assert (await order("drain")).status == 200
+        assert await out(gateway) == ["b1"]
+        assert {(await gateway.ask()).status for _ in range(4)} == {200}
+        assert not backends[1].requests
+        for _ in range(2):  # what is in service already stays so
+            back = await order("undrain")
+            assert (back.status, back.json()["weight"], back.json()["in_flight"]) == (200, 2, 0)
+        assert await out(gateway) == []
+        for backend in backends:
+            backend.script = s.Held(s.SSE_HEAD)
+        clients = [await gateway.connect() for _ in range(4)]
+        for client in clients:
+            await client.send(s.post())
+        await until(lambda: backends[1].requests, "a request there")
+        assert (await order("drain")).status == 202
+        assert [b["state"] for b in await states(gateway)] == ["up", "draining"]
+        assert (await order("undrain")).json()["in_flight"] >= 1
+        assert "draining" not in [b["state"] for b in await states(gateway)]
+        for client in clients:
+            client.reset()
+
+
+async def out(gateway: Gateway) -> list[str]:
+    return [b["name"] for b in (await gateway.admin(s.get("/-/backends/out"))).json()]
