@@ -116,7 +116,8 @@ def recorded(name: str) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["chat_stream_1prefill", "comp_stream_1prefill", "responses_stream_1prefill",
-                                  "chat_n2_1prefill", "short_prompt_1prefill", "prefill_minimal", "anthropic_prefill"])  # fmt: skip
+                                  "chat_n2_1prefill", "short_prompt_1prefill", "prefill_minimal",
+                                  "anthropic_prefill"])  # fmt: skip
 def test_what_vllm_answered(name: str) -> None:
     answer = recorded(f"pd-nixl/{name}")
     handoff = Nixl().accept(ask(), PAIR, answer)
