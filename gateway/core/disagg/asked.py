@@ -71,6 +71,7 @@ class Asked:
         "beam_search",
         "body",
         "cleaned",
+        "ec",
         "max_tokens",
         "n",
         "path",
@@ -99,6 +100,7 @@ class Asked:
         self.tool_forced = _forced(body.value("tool_choice"))
         self.prompt_logprobs = self._prompt_logprobs(body, inner)  # the member that asks for them
         self.stateful = body.raw("previous_response_id") is not None or flag(body, "background")
+        self.ec = b""  # ec_transfer_params, as encoders answered: P's, or of a D that serves alone
         self.cleaned = _cleaned(body)  # members that have a connector's own within: what they are without it
 
     def edited(self, put: dict[str, bytes], drop: frozenset[str] = frozenset()) -> bytes:
@@ -199,10 +201,10 @@ def _forced(choice: object) -> bool:
 def _cleaned(body: Body) -> dict[str, bytes]:
     """vLLM takes these for sampling parameters' extra_args, where kv_transfer_params would be a connector's."""
     cleaned = {}
-    if (extra := body.inner("vllm_xargs")) is not None and not OWNED.isdisjoint(extra.keys()):
+    if (extra := body.inner("vllm_xargs")) is not None and not OWNED.isdisjoint(extra.names):
         cleaned["vllm_xargs"] = extra.edited(drop=OWNED.__contains__)
     sampling = body.inner("sampling_params")
     extra = sampling.inner("extra_args") if sampling is not None else None
-    if sampling is not None and extra is not None and not OWNED.isdisjoint(extra.keys()):
+    if sampling is not None and extra is not None and not OWNED.isdisjoint(extra.names):
         cleaned["sampling_params"] = sampling.edited({"extra_args": extra.edited(drop=OWNED.__contains__)})
     return cleaned

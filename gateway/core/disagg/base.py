@@ -23,7 +23,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final, NamedTuple
 
-from gateway.core.disagg.asked import Asked, Prompt
+from gateway.core.disagg import encoding
+from gateway.core.disagg.asked import Asked
 from gateway.core.disagg.body import Body, as_json
 from gateway.core.disagg.shape import Shape, shaped
 from gateway.core.disagg.signs import Sign, sign
@@ -32,7 +33,8 @@ from gateway.errors import Refusal
 # Header fields that tell engines and sidecars where KV is: never a client's to send, on no leg (pd.md 2.8).
 OWNED_FIELDS: Final = frozenset(
     b"x-prefiller-host-port x-encoder-hosts-ports x-data-parallel-host-port x-data-parallel-rank x-kv-target "
-    b"x-kv-cache-source-host-port".split()
+    b"x-kv-cache-source-host-port x-llm-d-prefiller-host-port x-llm-d-encoder-hosts-ports "
+    b"x-llm-d-kv-cache-source-host-port".split()
 )
 RANK: Final = b"X-Data-Parallel-Rank"
 
@@ -105,6 +107,7 @@ class Pair(NamedTuple):
     callback: str = ""  # URL at which D reaches this gateway (DECODE_FIRST)
     encoders: tuple[Engine, ...] = ()
     conversation: str = ""  # key of the conversation (nixl_bidirectional), "" for none
+    now: float = 0.0  # when the attempt begins, on the caller's clock (nixl_bidirectional)
 
 
 class Leg(NamedTuple):
@@ -166,11 +169,14 @@ class Connector(abc.ABC):
     release_policy: ClassVar[Release] = Release.ALWAYS
     abort_in_transfer_unsafe: ClassVar[bool] = False  # D must not be aborted between its dispatch and its first byte
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # role -> fields of Engine that the operator must set
-    learns: ClassVar[bool] = False  # Engine.engine_ids must be learnt of P before it can be used (`learn`)
+    learns: ClassVar[bool] = False  # Engine.engine_ids must be learnt of P before it can be used (`ask`, `learn`)
     ranked: ClassVar[bool] = False  # Pair.rank is pinned
     serves_alone: ClassVar[bool] = True  # D can serve a request without a hand-off (`alone`)
+    shapes: ClassVar[bool] = True  # P is asked for one token; where not, both get the client's own body
     paths: ClassVar[frozenset[bytes]] = GENERATING
     lists: ClassVar[bool] = False  # several prompts in one request can be handed over
+    several: ClassVar[bool] = True  # n > 1 works
+    backstop: ClassVar[float] = 0.0  # CONCURRENT: D's output waits so many seconds at most for P's outcome; 0: it does not
     reusable: ClassVar[bool] = True  # params may go to another D if the first one provably got no octet of the request
     shape: ClassVar[Shape] = Shape()
 
@@ -181,28 +187,21 @@ class Connector(abc.ABC):
 
     def judge(self, asked: Asked) -> Bypass | None:
         """None: disaggregate. Else D alone is to serve it, with `alone`. Raises Refusal where it can be served in no way."""
-        rules = self.rules
-        if asked.path not in self.paths or (asked.path == b"/v1/messages" and not rules.messages):
-            return Bypass.PATH
-        if asked.stateful:
-            return Bypass.STATEFUL
-        if asked.beam_search:
-            return Bypass.BEAM_SEARCH
-        if asked.max_tokens == 1:
-            return Bypass.ONE_TOKEN
-        if asked.prompt_kind in (Prompt.TEXTS, Prompt.TOKEN_LISTS) and asked.prompts > 1 and not self.lists:
-            if rules.list_prompts == "reject":
-                raise Refusal(
-                    "bad_request",
-                    f"prompt: {asked.prompts} prompts in one request; the KV cache of one only can be handed from prefill to "
-                    "decode: send them one by one (disaggregation.list_prompts)",
-                    param="prompt",
-                )
-            return Bypass.PROMPTS
-        if asked.tokens < rules.min_prompt_tokens:
-            return Bypass.SHORT
+        rules, impossible = self.rules, self._impossible(asked)
+        if impossible is not None:
+            why, param, message = impossible
+            if not self.serves_alone or (why is Bypass.PROMPTS and rules.list_prompts == "reject"):
+                raise Refusal("bad_request", f"{message} (disaggregation.connector: {self.name})", param=param)
+            return why
+        if self.serves_alone:
+            if asked.path not in GENERATING:
+                return Bypass.PATH
+            if asked.max_tokens == 1:
+                return Bypass.ONE_TOKEN
+            if asked.tokens < rules.min_prompt_tokens:
+                return Bypass.SHORT
         logprobs = asked.prompt_logprobs
-        if logprobs is not None and (rules.prompt_logprobs == "reject" or asked.stream):
+        if logprobs is not None and self.shapes and (rules.prompt_logprobs == "reject" or asked.stream):
             raise Refusal(
                 "bad_request",
                 f"{logprobs}: the engine that decodes has not seen the prompt, so that it cannot compute this"
@@ -210,18 +209,45 @@ class Connector(abc.ABC):
                 + " (disaggregation.prompt_logprobs)",
                 param=logprobs,
             )
-        if asked.tool_forced and rules.tool_choice == "bypass":
+        if asked.tool_forced and rules.tool_choice == "bypass" and self.shapes and self.serves_alone:
             return Bypass.TOOL_CHOICE
+        return None
+
+    def _impossible(self, asked: Asked) -> tuple[Bypass, str | None, str] | None:
+        """What keeps the connector from handing this request over: the reason, the member, and the words for a refusal."""
+        path = asked.path
+        if path in GENERATING and (path not in self.paths or (path == b"/v1/messages" and not self.rules.messages)):
+            return Bypass.PATH, None, f"{path.decode()} cannot be disaggregated"
+        if not self.shapes:
+            return None
+        if asked.stateful:
+            return Bypass.STATEFUL, None, "an answer that an engine keeps cannot be gone on from on other engines"
+        if asked.beam_search:
+            return Bypass.BEAM_SEARCH, "use_beam_search", "beam search is many requests with one hand-off"
+        if asked.prompts > 1 and not self.lists:
+            message = (
+                f"prompt: found {asked.prompts} prompts; the KV cache of one only can be handed over: send them one by one"
+            )
+            return Bypass.PROMPTS, "prompt", message
+        if asked.n > 1 and not self.several:
+            return Bypass.PROMPTS, "n", f"n: found {asked.n}; one answer only can be decoded: send the request {asked.n} times"
         return None
 
     # the legs ---------------------------------------------------------------------------------------------------------
 
     def encode(self, asked: Asked, pair: Pair) -> Sequence[Leg]:
-        """Requests to `pair.encoders`, one after the other in turn, before all else."""
-        return ()
+        """Requests to `pair.encoders`, one after the other in turn, before all else. Raises Refusal."""
+        if not pair.encoders:
+            return ()
+        bodies = encoding.bodies(asked)
+        return [Leg(encoding.PATH, body, f"{pair.attempt}:{i}:{pair.attempt[:6]}".encode()) for i, body in enumerate(bodies)]
 
     def gathered(self, asked: Asked, answers: Sequence[bytes]) -> Asked:
-        """What is asked of P and D, with what the encoders answered."""
+        """What is asked of P and D, now that the encoders have answered, each with 200. Raises HandoffMissing."""
+        try:
+            asked.ec = encoding.merged(answers)
+        except Refusal as refusal:
+            raise HandoffMissing(f"an encoder's answer is no JSON object ({refusal.message})") from None
         return asked
 
     def probe(self, asked: Asked, pair: Pair) -> Leg:
@@ -246,7 +272,8 @@ class Connector(abc.ABC):
 
     def alone(self, asked: Asked, pair: Pair) -> Leg:
         """The client's own body, for a bypass or a fallback: D alone serves it, and nothing is transferred."""
-        return Leg(asked.path, asked.edited({}), pair.attempt.encode())
+        put = {"ec_transfer_params": asked.ec} if asked.ec else {}
+        return Leg(asked.path, asked.edited(put), pair.attempt.encode())
 
     # what comes back --------------------------------------------------------------------------------------------------
 
@@ -254,9 +281,23 @@ class Connector(abc.ABC):
         """Of the first event's data of D's stream, or of D's whole unstreamed answer."""
         return sign(data, status)
 
+    def conversation(self, asked: Asked) -> str:
+        """What `Pair.conversation` is to be, where the request itself names its conversation; "" where it does not."""
+        return ""
+
     def answered(self, pair: Pair, data: bytes, now: float) -> bool:
         """D's whole answer, or its last event, has passed. Returns whether it was of use (nixl_bidirectional keeps it)."""
         return False
+
+    # what must be known beforehand ------------------------------------------------------------------------------------
+
+    def ask(self, engine: Engine) -> str:
+        """The URL at which P says its `Engine.engine_ids` (`learns`); asked again when P restarts or a transfer fails."""
+        raise NotImplementedError
+
+    def learn(self, answer: bytes) -> Mapping[int, str]:
+        """`Engine.engine_ids`, by what that URL answered with 200. Raises ValueError, saying what was found."""
+        raise NotImplementedError
 
     # what it is made of -----------------------------------------------------------------------------------------------
 
@@ -266,9 +307,13 @@ class Connector(abc.ABC):
             asked,
             put,
             shape or self.shape,
-            tool_auto=self.rules.tool_choice == "auto",
+            tool_auto=self.rules.tool_choice == "auto" or not self.serves_alone,
             prompt_logprobs=self.rules.prompt_logprobs == "merge",
         )
+
+    def one_token(self, asked: Asked, params: bytes) -> bytes:
+        """The body of a release leg: the client's prompt, the params that D gets, and one token that nobody will read."""
+        return shaped(asked, {"kv_transfer_params": params}, Shape(), tool_auto=True, prompt_logprobs=False)
 
     def with_params(self, asked: Asked, params: bytes) -> bytes:
         """The client's body with kv_transfer_params as its one new member, and without whatever P has computed for it."""
@@ -281,6 +326,11 @@ class Connector(abc.ABC):
 def bracketed(host: str) -> str:
     """A host as it stands before a port."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def missing(engine: Engine, connector: type[Connector], role: str) -> list[str]:
+    """Which of the fields that a connector needs of an engine in this role are not set."""
+    return [name for name in connector.needs.get(role, ()) if getattr(engine, name) in (None, (), "")]
 
 
 def params(**values: object) -> bytes:

@@ -7,7 +7,7 @@ escapes. A member that a connector owns and that is there twice goes altogether,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 import msgspec
@@ -34,7 +34,8 @@ class Body:
     def __contains__(self, key: str) -> bool:
         return key in self._last
 
-    def keys(self) -> Iterable[str]:
+    @property
+    def names(self) -> Collection[str]:
         return self._last.keys()
 
     def raw(self, key: str) -> bytes | None:

@@ -7,7 +7,6 @@ from typing import ClassVar, Final
 from gateway.core.disagg.asked import Asked
 from gateway.core.disagg.base import Connector, Handoff, HandoffMissing, Leg, Order, Pair, answer_of, params
 from gateway.core.disagg.body import Body, as_json
-from gateway.core.disagg.shape import Shape, shaped
 
 PREFILL: Final = params(
     do_remote_decode=True,
@@ -26,6 +25,7 @@ class Nixl(Connector):
     name = "nixl"
     order = Order.SERIAL
     hold = 30.0  # kv_lease_duration; older vLLM: VLLM_NIXL_ABORT_REQUEST_TIMEOUT, 120 or 480
+    flagged: ClassVar[bool] = True  # P's answer says do_remote_prefill: true
     required: ClassVar[tuple[str, ...]] = NAMES  # without one of these D would compute the prompt anew, and not say so
 
     def prefill(self, asked: Asked, pair: Pair, posted: bytes = b"") -> Leg:
@@ -39,23 +39,25 @@ class Nixl(Connector):
                 f"the prefill engine {pair.prefill.name} answered without kv_transfer_params: does it run with a KV connector?"
             )
         missing = [name for name in self.required if given.raw(name) is None]
-        if given.value("do_remote_prefill") is not True:
+        if self.flagged and given.value("do_remote_prefill") is not True:
             missing.insert(0, "do_remote_prefill: true")
         if missing:
             raise HandoffMissing(
                 f"the prefill engine {pair.prefill.name} answered with kv_transfer_params that lack {', '.join(missing)}"
             )
-        octets = given.octets
         if self.rules.remote_host:
-            octets = given.edited({"remote_host": as_json(pair.prefill.kv_name)})
-        return handoff(said, octets, given)
+            given = Body(given.edited({"remote_host": as_json(pair.prefill.kv_name)}))
+        return handoff(said, self.handed(asked, pair, given), given)
+
+    def handed(self, asked: Asked, pair: Pair, given: Body) -> bytes:
+        """What D gets, of P's params."""
+        return given.octets
 
     def decode(self, asked: Asked, pair: Pair, handoff: Handoff = Handoff()) -> Leg:
         return self.leg(asked, pair, self.with_params(asked, handoff.params))
 
     def release(self, asked: Asked, pair: Pair, handoff: Handoff) -> Leg | None:
-        put = {"kv_transfer_params": handoff.params}
-        return self.leg(asked, pair, shaped(asked, put, Shape(), tool_auto=True, prompt_logprobs=False))
+        return self.leg(asked, pair, self.one_token(asked, handoff.params))
 
     def leg(self, asked: Asked, pair: Pair, body: bytes) -> Leg:
         return Leg(asked.path, body, pair.attempt.encode())

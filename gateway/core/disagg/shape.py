@@ -64,6 +64,8 @@ def shaped(asked: Asked, put: Mapping[str, bytes], shape: Shape, *, tool_auto: b
     def drop(name: str) -> bool:
         return name in dropped or (not shape.first_token and name.startswith("guided_"))
 
+    if asked.ec:
+        new["ec_transfer_params"] = asked.ec
     return body.edited(new | dict(put), drop)
 
 
