@@ -37,9 +37,9 @@ CONNECTORS: Final[dict[str, type[Connector]]] = {
 }
 # Names that people will try, and why they are not there.
 REFUSED: Final[dict[str, str]] = {
-    "lmcache_xpyd": "its prefill engines say over ZMQ, not over HTTP, that the cache is there, and its decode engines get token ids "
-    "and a first token, so that the client's request and answer would have to be made anew; lmcache (both engines on one LMCache "
-    "server) does the same work",
+    "lmcache_xpyd": "its prefill engines say over ZMQ, not over HTTP, that the cache is there, and its decode engines get "
+    "token ids and a first token, so that the client's request and answer would have to be made anew; lmcache (both engines on "
+    "one LMCache server) does the same work",
 }
 
 
