@@ -90,7 +90,7 @@ class Asked:
         self.path = path
         self.body = body = Body(octets, found)
         self.sampling = sampling = body.inner("sampling_params")  # /inference/v1/generate, and SGLang's /generate
-        inner = sampling if sampling is not None and path not in _LIMITS else body
+        inner = body if path in _LIMITS else sampling or Body(b"{}")
         self.stream = flag(body, "stream")
         self.n = integer(inner, "n") or 1
         self.beam_search = flag(body, "use_beam_search")
@@ -108,7 +108,7 @@ class Asked:
         return self.body.edited(self.cleaned | put, (OWNED | drop).__contains__)
 
     def _limit(self, body: Body, inner: Body) -> int | None:
-        if self.path == b"/generate" and inner is not body:  # SGLang
+        if self.path == b"/generate":  # SGLang
             return integer(inner, "max_new_tokens")
         for name in _LIMITS.get(self.path, ("max_tokens",)):
             if (limit := integer(inner, name)) is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.core.disagg import CONNECTORS, REFUSED, connector
+from gateway.core.disagg.asked import OWNED
 from gateway.core.disagg.base import OWNED_FIELDS, Handoff, HandoffMissing, Leg, Order, Pair, Release, Rules, missing
 from gateway.core.disagg.nixl_bidirectional import TTL, Conversations, NixlBidirectional
 from gateway.core.disagg.sglang import ROOMS, rooms
@@ -79,20 +80,7 @@ def test_a_release_leg_is_there_where_the_policy_wants_one(name: str) -> None:
 @pytest.mark.parametrize("name", CONNECTORS)
 def test_nothing_of_a_clients_own_passes(name: str) -> None:
     """Case 10: whatever the connector, engines see its members' values, never the client's."""
-    evil = {
-        name: "EVIL"
-        for name in (
-            "kv_transfer_params",
-            "ec_transfer_params",
-            "bootstrap_host",
-            "bootstrap_port",
-            "bootstrap_room",
-            "disagg_prefill_dp_rank",
-            "routed_dp_rank",
-            "data_parallel_rank",
-            "cache_hit_threshold",
-        )
-    }
+    evil = dict.fromkeys(OWNED, "EVIL")
     asked = ask(**evil, vllm_xargs={"kv_transfer_params": "EVIL", "mine": 1})
     of = connector(name)
     for leg in legs(name, asked):
