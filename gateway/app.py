@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import random
@@ -33,10 +34,12 @@ from gateway.control.membership import Entry, Membership, origin_of
 from gateway.control.modelpages import ModelPages
 from gateway.control.operator import Operator
 from gateway.control.probes import Probes, ProbeSettings
-from gateway.control.reload import member_of_body, membership_settings, server_tls, sources_of, static_members
+from gateway.control.reload import engine_of, member_of_body, membership_settings, server_tls, sources_of, static_members
 from gateway.core.admission import Admission
 from gateway.core.affinity import Keys
 from gateway.core.backend import Backend, HealthSettings
+from gateway.core.disagg import CONNECTORS
+from gateway.core.disagg.base import GENERATING, OWNED_FIELDS, Release, Rules
 from gateway.core.exchange import Observer
 from gateway.core.hedging import Hedge
 from gateway.core.inspection import Inspector, TokenRules
@@ -53,6 +56,7 @@ from gateway.net.call import Policy
 from gateway.net.downstream import ClientSettings, Downstream, Server
 from gateway.net.fleet import Fleet
 from gateway.net.handler import Gateway
+from gateway.net.paired import PairSettings
 from gateway.net.sockets import tune
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import ConnectionPool, PoolSettings
@@ -73,6 +77,7 @@ COLLECT_AT = 10_000  # objects made and not freed before the collector looks at 
 YOUNG = 0.25  # seconds in which the first request of a new connection is still expected when the process stops
 FIRST_LOOK = 5.0  # seconds that new sources of backends have to say something before the gateway serves, or a reload fails
 FIRST_LISTS = 0.5  # seconds that backends have to say which models they serve before the gateway serves
+LONG_HOLD = 120.0  # seconds; engines that keep KV for so long do not all let go of what a decode engine refuses
 LAST_WORDS = 1.0  # seconds that cut exchanges have to unwind before the process ends
 
 
@@ -174,9 +179,11 @@ class App:
             Admission(config.limits.in_flight, config.limits.queue, time.monotonic),
             Retries(_retry(config)),
             observer,
+            self.metrics.pairs,
             B_TPOT,
             ModelPages(models, self.probes, int(time.time())).page,
         )
+        self.metrics.pairs.inflight = lambda: self.gateway.pairs.releases.busy
         self.membership = Membership(self._put_members)
         self.discovery = Discovery(self.membership.snapshot, random.random)
         self._signals()
@@ -218,12 +225,17 @@ class App:
         self.discovery.commit(staged)
 
     def _put_members(self, entries: Collection[Entry]) -> None:
-        """A new list of backends, for all who go by it. An engine that only prefills is never picked for a whole request."""
-        gateway = self.gateway
-        backends = [e.backend for e in entries if e.backend.role != "prefill"]
-        affinity = self.config.affinity
-        gateway.fleet.models.apply(backends, self.config.balance, affinity.load_factor, _model_rules(self.config))
-        gateway.fleet.connections = {e.member.name: e.connections for e in entries}
+        """A new list of backends, for all who go by it."""
+        gateway, config = self.gateway, self.config
+        gateway.fleet.apply(
+            [e.backend for e in entries],
+            {e.member.name: e.connections for e in entries},
+            {e.member.name: engine_of(e.member) for e in entries if e.member.role != "both"},
+            config.balance,
+            config.affinity.load_factor,
+            _model_rules(config),
+        )
+        gateway.policy = self._policy(config)
         gateway.admission.wake()
         self.probes.watch([e.target for e in entries], _probing(self.config))
         self._tell_unserved(gateway.fleet.models)
@@ -231,7 +243,7 @@ class App:
     def _learn_models(self) -> None:
         """Some backend's list of models has changed."""
         models = self.gateway.fleet.models
-        models.learn()
+        self.gateway.fleet.learn()
         self.gateway.admission.wake()
         self._tell_unserved(models)
 
@@ -320,7 +332,7 @@ class App:
         await self._accept_last()
         while time.monotonic() < deadline and not self._at_once.is_set():
             waiting = self._close_idle()
-            if not gateway.live and not waiting:
+            if not gateway.live and not gateway.pairs.releases.busy and not waiting:
                 break
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.02):
@@ -443,7 +455,7 @@ class App:
         except ConfigError:
             self.config = before
             raise
-        gateway.policy = _policy(config)
+        gateway.policy = self._policy(config)
         gateway.retries.settings = _retry(config)
         gateway.admission.limit, gateway.admission.queue_limit = config.limits.in_flight, config.limits.queue
         for front in self._fronts:
@@ -465,6 +477,13 @@ class App:
     def _known_models(self) -> frozenset[str]:
         leaving = {model for entry in self.membership.leaving for model in entry.backend.models or ()}
         return self.gateway.fleet.models.names | leaving
+
+    def _policy(self, config: Config) -> Policy:
+        """What the operator decided, for the backends that there are."""
+        policy = _policy(config)
+        if not self.gateway.fleet.disaggregated:
+            return policy
+        return dataclasses.replace(policy, pairs=_pairs(config), without=OWNED_FIELDS, looks=True)
 
     def _backend_samples(self) -> Iterable[BackendSample]:
         """One a name: what drains is added to the backend that has its name now, if there is one."""
@@ -554,6 +573,27 @@ def _second_tries(config: Config) -> bool:
 def _hedges(config: Config) -> dict[str, Hedge]:
     rules = {name: model.hedge for name, model in config.models.items()}
     return {name: Hedge(rule.after, rule.unstreamed) for name, rule in rules.items() if rule is not None}
+
+
+def _pairs(config: Config) -> PairSettings:
+    disaggregation = config.disaggregation
+    found = CONNECTORS[disaggregation.connector]
+    long = disaggregation.hold >= LONG_HOLD
+    wanted = {"always": True, "never": False, "auto": found.release_policy is not Release.NEVER}
+    return PairSettings(
+        found(Rules()),
+        GENERATING | found.paths,
+        min_prompt_bytes=disaggregation.min_prompt_bytes,
+        prefill_timeout=disaggregation.prefill_timeout,
+        hold=disaggregation.hold if found.hold else 0.0,
+        release=wanted[disaggregation.release],
+        notifies=disaggregation.release != "always" and not long,
+        release_timeout=disaggregation.release_timeout,
+        release_cap=disaggregation.release_cap,
+        admission_grace=disaggregation.admission_grace,
+        abort_unsafe=disaggregation.abort_unsafe,
+        fallback=disaggregation.local_decode_fallback,
+    )
 
 
 def _client_settings(config: Config) -> ClientSettings:

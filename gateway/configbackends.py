@@ -1,7 +1,7 @@
 """Backends as they are written: in the configuration, in files that are watched, and in what the admin API is sent.
 
 The structs are sections of `config.Config`, and what is read elsewhere is held to the same rules by the same reader. A
-file may also be one of Prometheus's file_sd, of which the targets are taken, and of the labels `__scheme__`.
+file may also be one of Prometheus's file_sd, of which the targets are taken, and of the labels `__scheme__` and `role`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ from gateway.errors import ConfigError
 
 Clash: TypeAlias = tuple[str, str, str]  # key path, found, expected
 
+Role: TypeAlias = Literal["both", "prefill", "decode"]
+
 # Keys of a backend of which this version knows only these values.
-NOT_YET: Mapping[str, tuple[object, ...]] = {"role": ("both",)}
+NOT_YET: Mapping[str, tuple[object, ...]] = {}
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,7 +61,7 @@ class BackendConfig(Section, frozen=True):
     url: Url
     name: Name = ""  # filled in from the URL where left out
     models: Annotated[list[ModelName], OneOrMany("the name of a model, or a list of them")] | None = None
-    role: Literal["both", "prefill", "decode"] = "both"
+    role: Role = "both"
     weight: Annotated[int, whole(1, 65535)] = 1
     max_in_flight: Count | None = None
     api_key_file: SecretFile | None = None
@@ -78,6 +80,7 @@ class Found(Section, frozen=True):
     """What is said of all backends that one look-up finds."""
 
     scheme: Literal["http", "https"] = "http"
+    role: Role = "both"
     max_in_flight: Count | None = None
     api_key_file: SecretFile | None = None
     tls: BackendTls = BackendTls()
@@ -199,8 +202,9 @@ def _of_group(reader: Reader, node: Node, path: str) -> list[Any]:
     if not isinstance(group, _Group):
         return []
     scheme = group.labels.get("__scheme__", "http")
+    role = {"role": node.value["labels"].value["role"]} if "role" in group.labels else {}
     urls = [
-        Node({"url": Node(f"{scheme}://{target}", item.origin, literal=True)}, item.origin)
+        Node({"url": Node(f"{scheme}://{target}", item.origin, literal=True), **role}, item.origin)
         for target, item in zip(group.targets, node.value["targets"].value, strict=False)
     ]
     return [reader.read(BackendConfig, url, join(f"{path}.targets", index)) for index, url in enumerate(urls)]

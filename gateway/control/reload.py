@@ -23,6 +23,7 @@ from gateway.control.discovery.kubernetes import (
 )
 from gateway.control.membership import Settings
 from gateway.core.breaker import BreakerSettings
+from gateway.core.disagg.base import Engine
 from gateway.core.members import Member, Place, Tls
 from gateway.errors import ConfigError
 from gateway.net.upstream import PoolSettings
@@ -39,6 +40,12 @@ def member_of(one: BackendConfig) -> Member:
         tls=_tls(one.tls),
         models=None if one.models is None else tuple(dict.fromkeys(one.models)),
     )
+
+
+def engine_of(member: Member) -> Engine:
+    """What connectors know of a backend."""
+    _, address = split_url(member.place.url)
+    return Engine(member.name, address.host, address.port)
 
 
 def member_of_body(value: object) -> Member:
@@ -125,7 +132,7 @@ def _kubernetes(one: Kubernetes, environ: Mapping[str, str], in_cluster: Path) -
 
 
 def _common(one: Found) -> Common:
-    return Common(one.scheme, one.max_in_flight, _credential(one.api_key_file), _tls(one.tls))
+    return Common(one.scheme, one.role, one.max_in_flight, _credential(one.api_key_file), _tls(one.tls))
 
 
 def _credential(secret: Secret | None) -> bytes | None:

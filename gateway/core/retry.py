@@ -51,3 +51,7 @@ class Retries:
         # a connection that proved stale says nothing of the backend: that repetition is not an attempt of the operator's
         most = max(self.settings.attempts, 2) if stale else self.settings.attempts
         return attempts < most and self.afford()
+
+    def another(self, attempts: int) -> bool:
+        """The same where trying again can harm nobody, whatever failed: a prompt may be prefilled twice."""
+        return attempts < self.settings.attempts and self.afford()

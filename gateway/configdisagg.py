@@ -1,0 +1,61 @@
+"""Disaggregated prefill and decode as it is written: the section of the configuration, and the flags of other proxies.
+
+The flags are those of vLLM Ascend's load_balance_proxy_server_example.py and of vLLM's own example proxies, where each
+takes several words and the first host goes with the first port.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+from gateway.configbackends import Section
+from gateway.configfile import Complaints, Node
+from gateway.configvalues import Count, CountOrZero, Seconds, SecondsOrZero
+
+Connector: TypeAlias = Literal["nixl"]  # those of core.disagg whose flow is built
+
+# side, role, the port where none is given: as in vLLM Ascend's proxy, whose hosts are localhost then
+_SIDES: Final = (("prefiller", "prefill", 8001), ("decoder", "decode", 8002))
+FLAGS: Final = tuple(f"{side}_{what}" for side, _, _ in _SIDES for what in ("hosts", "ports"))
+
+
+class Disaggregation(Section, frozen=True):
+    connector: Connector = "nixl"
+    min_prompt_bytes: CountOrZero = 0  # request bodies smaller than this are served by one engine
+    prefill_timeout: Seconds | None = None  # timeouts.first_byte
+    hold: Seconds = 30.0  # how long a prefill engine keeps KV that nobody fetches
+    release: Literal["auto", "always", "never"] = "auto"
+    release_timeout: Seconds = 30.0
+    release_cap: Count = 4  # releases at once, for each decode backend
+    admission_grace: SecondsOrZero = 5.0
+    abort_unsafe: bool = False  # a decode engine must not be aborted before its first byte
+    local_decode_fallback: bool = False
+
+
+def backends_of_flags(given: dict[str, object], complaints: Complaints) -> list[Node]:
+    """The prefill and decode backends that the flags come to; none where no such flag is given. Takes the flags out of
+    `given`."""
+    values = {name: given.pop(name, None) for name in FLAGS}
+    if not any(value is not None for value in values.values()):
+        return []
+    found: list[Node] = []
+    for side, role, port in _SIDES:
+        ports = _words(values[f"{side}_ports"]) or [port]
+        hosts = _words(values[f"{side}_hosts"]) or ["localhost"] * len(ports)
+        flags = f"--{side}-hosts --{side}-ports"
+        if len(hosts) != len(ports):
+            complaints.add(
+                flags, "backends", f"found {len(hosts)} host(s) and {len(ports)} port(s); expected a port for each host"
+            )
+            continue
+        for host, number in zip(hosts, ports, strict=True):
+            name = str(host).strip("[]")
+            url = f"http://[{name}]:{number}" if ":" in name else f"http://{name}:{number}"
+            members = {"url": url, "role": role}
+            found.append(Node({key: Node(value, flags, literal=True) for key, value in members.items()}, flags))
+    return found
+
+
+def _words(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [] if value is None else [value]
