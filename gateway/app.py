@@ -28,18 +28,18 @@ from gateway import config as configuration
 from gateway.config import Config
 from gateway.control import systemd
 from gateway.control.admin import admin_app
+from gateway.control.disagg import engine_of, pair_settings
 from gateway.control.discovery.owner import Discovery, Followed, failed
 from gateway.control.fleet import fleet_routes
 from gateway.control.membership import Entry, Membership, origin_of
 from gateway.control.modelpages import ModelPages
 from gateway.control.operator import Operator
 from gateway.control.probes import Probes, ProbeSettings
-from gateway.control.reload import engine_of, member_of_body, membership_settings, server_tls, sources_of, static_members
+from gateway.control.reload import member_of_body, membership_settings, server_tls, sources_of, static_members
 from gateway.core.admission import Admission
 from gateway.core.affinity import Keys
 from gateway.core.backend import Backend, HealthSettings
-from gateway.core.disagg import CONNECTORS
-from gateway.core.disagg.base import GENERATING, OWNED_FIELDS, Release, Rules
+from gateway.core.disagg.base import OWNED_FIELDS
 from gateway.core.exchange import Observer
 from gateway.core.hedging import Hedge
 from gateway.core.inspection import Inspector, TokenRules
@@ -56,7 +56,6 @@ from gateway.net.call import Policy
 from gateway.net.downstream import ClientSettings, Downstream, Server
 from gateway.net.fleet import Fleet
 from gateway.net.handler import Gateway
-from gateway.net.paired import PairSettings
 from gateway.net.sockets import tune
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import ConnectionPool, PoolSettings
@@ -77,7 +76,6 @@ COLLECT_AT = 10_000  # objects made and not freed before the collector looks at 
 YOUNG = 0.25  # seconds in which the first request of a new connection is still expected when the process stops
 FIRST_LOOK = 5.0  # seconds that new sources of backends have to say something before the gateway serves, or a reload fails
 FIRST_LISTS = 0.5  # seconds that backends have to say which models they serve before the gateway serves
-LONG_HOLD = 120.0  # seconds; engines that keep KV for so long do not all let go of what a decode engine refuses
 LAST_WORDS = 1.0  # seconds that cut exchanges have to unwind before the process ends
 
 
@@ -483,7 +481,7 @@ class App:
         policy = _policy(config)
         if not self.gateway.fleet.disaggregated:
             return policy
-        return dataclasses.replace(policy, pairs=_pairs(config), without=OWNED_FIELDS, looks=True)
+        return dataclasses.replace(policy, pairs=pair_settings(config.disaggregation), without=OWNED_FIELDS, looks=True)
 
     def _backend_samples(self) -> Iterable[BackendSample]:
         """One a name: what drains is added to the backend that has its name now, if there is one."""
@@ -573,27 +571,6 @@ def _second_tries(config: Config) -> bool:
 def _hedges(config: Config) -> dict[str, Hedge]:
     rules = {name: model.hedge for name, model in config.models.items()}
     return {name: Hedge(rule.after, rule.unstreamed) for name, rule in rules.items() if rule is not None}
-
-
-def _pairs(config: Config) -> PairSettings:
-    disaggregation = config.disaggregation
-    found = CONNECTORS[disaggregation.connector]
-    long = disaggregation.hold >= LONG_HOLD
-    wanted = {"always": True, "never": False, "auto": found.release_policy is not Release.NEVER}
-    return PairSettings(
-        found(Rules()),
-        GENERATING | found.paths,
-        min_prompt_bytes=disaggregation.min_prompt_bytes,
-        prefill_timeout=disaggregation.prefill_timeout,
-        hold=disaggregation.hold if found.hold else 0.0,
-        release=wanted[disaggregation.release],
-        notifies=disaggregation.release != "always" and not long,
-        release_timeout=disaggregation.release_timeout,
-        release_cap=disaggregation.release_cap,
-        admission_grace=disaggregation.admission_grace,
-        abort_unsafe=disaggregation.abort_unsafe,
-        fallback=disaggregation.local_decode_fallback,
-    )
 
 
 def _client_settings(config: Config) -> ClientSettings:

@@ -24,6 +24,7 @@ from gateway.configvalues import (
     File,
     FileName,
     FilePattern,
+    Host,
     KubernetesName,
     KubernetesPort,
     ModelName,
@@ -57,6 +58,18 @@ class BackendTls(Section, frozen=True):
     verify: bool = True
 
 
+class KvConnector(Section, frozen=True):
+    """What connectors must know of an engine of the role prefill or decode."""
+
+    kv_host: Host | None = None  # the URL's
+    kv_port: Port | None = None
+    bootstrap_port: Port | None = 8998
+    handshake_port: Port | None = None
+    notify_port: Port | None = None
+    dp_size: Annotated[int, whole(1, 65536)] = 1
+    tp_size: Annotated[int, whole(1, 65536)] = 1
+
+
 class BackendConfig(Section, frozen=True):
     url: Url
     name: Name = ""  # filled in from the URL where left out
@@ -66,6 +79,7 @@ class BackendConfig(Section, frozen=True):
     max_in_flight: Count | None = None
     api_key_file: SecretFile | None = None
     tls: BackendTls = BackendTls()
+    connector: KvConnector = KvConnector()
 
     @property
     def scheme(self) -> str:
@@ -138,6 +152,10 @@ def backend_clashes(backends: Sequence[BackendConfig], path: str = "backends") -
         yield from tls_clashes(f"{path}[{index}].tls", backend.tls)
         if backend.tls != BackendTls() and backend.scheme != "https":
             yield f"{path}[{index}].tls", f"found TLS settings beside {backend.url}", "an https URL, or none of them"
+        if backend.connector != KvConnector() and backend.role == "both":
+            yield f"{path}[{index}].connector", "found it beside role: both", "role: prefill or decode, or none of it"
+        if backend.role != "both" and backend.scheme == "unix":
+            yield f"{path}[{index}].url", f"found a Unix socket beside role: {backend.role}", "an address that engines reach"
         first = seen.setdefault(backend.name, index)
         if first != index:
             yield f"{path}[{index}].name", f"found {backend.name}, as {path}[{first}] is named", "a name of its own"

@@ -6,14 +6,19 @@ takes several words and the first host goes with the first port.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
-from gateway.configbackends import Section
+from gateway.configbackends import BackendConfig, Clash, Section
 from gateway.configfile import Complaints, Node
 from gateway.configvalues import Count, CountOrZero, Seconds, SecondsOrZero
+from gateway.core.disagg import CONNECTORS
 
-Connector: TypeAlias = Literal["nixl"]  # those of core.disagg whose flow is built
+# Those of core.disagg whose flow is built (`net.disagg`)
+Connector: TypeAlias = Literal[
+    "nixl", "nixl_push", "mooncake_ascend", "moriio_read", "moriio_write", "p2p_nccl", "lmcache", "offloading_p2p", "sglang",
+    "sidecar",
+]  # fmt: skip
 
 # side, role, the port where none is given: as in vLLM Ascend's proxy, whose hosts are localhost then
 _SIDES: Final = (("prefiller", "prefill", 8001), ("decoder", "decode", 8002))
@@ -31,6 +36,9 @@ class Disaggregation(Section, frozen=True):
     admission_grace: SecondsOrZero = 5.0
     abort_unsafe: bool = False  # a decode engine must not be aborted before its first byte
     local_decode_fallback: bool = False
+    tool_choice: Literal["bypass", "auto", "pass"] = "bypass"  # a tool that must be called
+    list_prompts: Literal["bypass", "reject"] = "bypass"
+    override_remote_host: bool = False  # decode gets prefill's host as it stands in the configuration
 
 
 def backends_of_flags(given: dict[str, object], complaints: Complaints) -> list[Node]:
@@ -59,3 +67,14 @@ def backends_of_flags(given: dict[str, object], complaints: Complaints) -> list[
 
 def _words(value: Any) -> list[Any]:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [] if value is None else [value]
+
+
+def disagg_clashes(disaggregation: Disaggregation, backends: Sequence[BackendConfig]) -> Iterator[Clash]:
+    """What the connector must know of each backend, and nobody has said."""
+    connector = CONNECTORS[disaggregation.connector]
+    for index, backend in enumerate(backends):
+        for name in connector.needs.get(backend.role, ()):
+            if getattr(backend.connector, name) is None:
+                yield f"backends[{index}].connector.{name}", "found nothing", f"a port, for connector {connector.name}"
+    if disaggregation.local_decode_fallback and not connector.serves_alone:
+        yield "disaggregation.local_decode_fallback", "found true", f"false: engines of {connector.name} serve nothing alone"

@@ -433,7 +433,6 @@ def test_a_long_value_is_cut(complaint: Complain) -> None:
 
 REFUSED: list[tuple[str, str]] = [
     ("workers: 4", "workers: 4 is not supported by this version; expected 1"),
-    (
     ("auth: {keys_file: keys}", "auth.keys_file: 'keys' is not supported by this version; expected null"),
     ("rate_limits: {store: 'redis://a'}", "rate_limits.store: 'redis://a' is not supported by this version; expected"),
     (

@@ -8,6 +8,8 @@ import ssl
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from gateway import configbackends, tlscontexts
 from gateway.config import Config
 from gateway.configbackends import BackendConfig, BackendTls, Dns, Found, Kubernetes
@@ -23,8 +25,7 @@ from gateway.control.discovery.kubernetes import (
 )
 from gateway.control.membership import Settings
 from gateway.core.breaker import BreakerSettings
-from gateway.core.disagg.base import Engine
-from gateway.core.members import Member, Place, Tls
+from gateway.core.members import Kv, Member, Place, Tls
 from gateway.errors import ConfigError
 from gateway.net.upstream import PoolSettings
 
@@ -34,18 +35,13 @@ def member_of(one: BackendConfig) -> Member:
         one.name,
         Place(one.url),
         role=one.role,
+        kv=Kv(**msgspec.structs.asdict(one.connector)),
         weight=one.weight,
         max_in_flight=one.max_in_flight,
         credential=_credential(one.api_key_file),
         tls=_tls(one.tls),
         models=None if one.models is None else tuple(dict.fromkeys(one.models)),
     )
-
-
-def engine_of(member: Member) -> Engine:
-    """What connectors know of a backend."""
-    _, address = split_url(member.place.url)
-    return Engine(member.name, address.host, address.port)
 
 
 def member_of_body(value: object) -> Member:

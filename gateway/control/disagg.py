@@ -1,0 +1,42 @@
+"""From the configuration to disaggregated prefill and decode: the connector with its rules, and what it knows of a backend."""
+
+from __future__ import annotations
+
+from gateway.configdisagg import Disaggregation
+from gateway.configvalues import split_url
+from gateway.core.disagg import CONNECTORS
+from gateway.core.disagg.base import GENERATING, Engine, Release, Rules
+from gateway.core.members import Member
+from gateway.net.paired import PairSettings
+
+LONG_HOLD = 120.0  # seconds; engines that keep KV for so long do not all let go of what a decode engine refuses
+
+
+def pair_settings(disaggregation: Disaggregation) -> PairSettings:
+    found = CONNECTORS[disaggregation.connector]
+    rules = Rules(
+        tool_choice=disaggregation.tool_choice,
+        list_prompts=disaggregation.list_prompts,
+        remote_host=disaggregation.override_remote_host,
+    )
+    wanted = {"always": True, "never": False, "auto": found.release_policy is not Release.NEVER}
+    return PairSettings(
+        found(rules),
+        GENERATING | found.paths,
+        min_prompt_bytes=disaggregation.min_prompt_bytes,
+        prefill_timeout=disaggregation.prefill_timeout,
+        hold=disaggregation.hold if found.hold else 0.0,
+        release=wanted[disaggregation.release],
+        notifies=disaggregation.release != "always" and max(disaggregation.hold, found.hold) < LONG_HOLD,
+        release_timeout=disaggregation.release_timeout,
+        release_cap=disaggregation.release_cap,
+        admission_grace=disaggregation.admission_grace,
+        abort_unsafe=disaggregation.abort_unsafe or found.abort_in_transfer_unsafe,
+        fallback=disaggregation.local_decode_fallback,
+    )
+
+
+def engine_of(member: Member) -> Engine:
+    """What connectors know of a backend."""
+    _, address = split_url(member.place.url)
+    return Engine(member.name, address.host, address.port, **member.kv._asdict())
