@@ -76,6 +76,9 @@ DEFAULTS: dict[str, Any] = {
         "admission_grace": 5,
         "abort_unsafe": False,
         "local_decode_fallback": False,
+        "tool_choice": "bypass",
+        "list_prompts": "bypass",
+        "override_remote_host": False,
     },
     "timeouts": {
         "request_header": 30,
@@ -128,6 +131,15 @@ BACKEND_DEFAULTS: dict[str, Any] = {
     "max_in_flight": None,
     "api_key_file": None,
     "tls": {"ca": None, "certificate": None, "key": None, "verify": True},
+    "connector": {
+        "kv_host": None,
+        "kv_port": None,
+        "bootstrap_port": 8998,
+        "handshake_port": None,
+        "notify_port": None,
+        "dp_size": 1,
+        "tp_size": 1,
+    },
 }
 
 
@@ -927,7 +939,7 @@ def test_flags_of_a_proxy_that_cannot_be(loaded: Load, flags: dict[str, Any], ex
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("{connector: teleport}", "connector: found 'teleport'; expected nixl"),
+        ("{connector: teleport}", "connector: found 'teleport'; expected nixl, nixl_push, "),
         ("{min_prompt_bytes: -1}", "min_prompt_bytes: found -1; expected a whole number from 0"),
         ("{hold: 0}", "hold: found 0; expected a positive number of seconds"),
         ("{release: sometimes}", "release: found 'sometimes'; expected auto, always or never"),
@@ -938,3 +950,22 @@ def test_flags_of_a_proxy_that_cannot_be(loaded: Load, flags: dict[str, Any], ex
 )
 def test_disaggregation_is_read_strictly(complaint: Complain, text: str, expected: str) -> None:
     assert complaint(f"disaggregation: {text}").startswith(f"FILE, line 1: disaggregation.{expected}")
+
+
+@pytest.mark.parametrize(
+    ("connector", "backend", "expected"),
+    [
+        ("p2p_nccl", "role: prefill", "backends[0].connector.kv_port: found nothing; expected a port, for connector p2p_nccl"),
+        ("moriio_read", "role: decode, connector: {handshake_port: 1}", "backends[0].connector.notify_port: found nothing"),
+        ("nixl", "connector: {kv_port: 1}", "backends[0].connector: found it beside role: both"),
+        ("nixl", "role: decode, connector: {kv_port: 0}", "backends[0].connector.kv_port: found 0; expected a port from 1"),
+    ],
+)
+def test_what_a_connector_must_know(complaint: Complain, connector: str, backend: str, expected: str) -> None:
+    said = complaint(f"disaggregation: {{connector: {connector}}}\nbackends: [{{url: 'http://a', {backend}}}]")
+    assert expected in said
+
+
+def test_engines_that_serve_nothing_alone(complaint: Complain) -> None:
+    said = complaint("disaggregation: {connector: sglang, local_decode_fallback: true}")
+    assert said.startswith("FILE, line 1: disaggregation.local_decode_fallback: found true; expected false")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway.configdisagg import Disaggregation
 from gateway.configvalues import split_url
 from gateway.core.disagg import CONNECTORS
-from gateway.core.disagg.base import GENERATING, Engine, Release, Rules
+from gateway.core.disagg.base import GENERATING, Engine, Order, Release, Rules
 from gateway.core.members import Member
 from gateway.net.paired import PairSettings
 
@@ -19,15 +19,19 @@ def pair_settings(disaggregation: Disaggregation) -> PairSettings:
         list_prompts=disaggregation.list_prompts,
         remote_host=disaggregation.override_remote_host,
     )
+    # what is not set is the connector's own; and where nothing is held, no setting makes it so
+    hold = found.hold if disaggregation.hold == Disaggregation().hold or not found.hold else disaggregation.hold
+    if found.order is Order.CONCURRENT:
+        hold = 0.0  # nobody has been told of anything when a leg is left: both engines end by themselves
     wanted = {"always": True, "never": False, "auto": found.release_policy is not Release.NEVER}
     return PairSettings(
         found(rules),
         GENERATING | found.paths,
         min_prompt_bytes=disaggregation.min_prompt_bytes,
         prefill_timeout=disaggregation.prefill_timeout,
-        hold=disaggregation.hold if found.hold else 0.0,
+        hold=hold,
         release=wanted[disaggregation.release],
-        notifies=disaggregation.release != "always" and max(disaggregation.hold, found.hold) < LONG_HOLD,
+        notifies=disaggregation.release != "always" and hold < LONG_HOLD,
         release_timeout=disaggregation.release_timeout,
         release_cap=disaggregation.release_cap,
         admission_grace=disaggregation.admission_grace,

@@ -17,12 +17,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from gateway.core.admission import Admission
 from gateway.core.backend import Backend
 from gateway.core.disagg.asked import Asked
-from gateway.core.disagg.base import Engine, HandoffMissing, Pair, TransferFailed
+from gateway.core.disagg.base import Engine, Handoff, HandoffMissing, Order, Pair, TransferFailed
 from gateway.core.disagg.base import Leg as Request
 from gateway.core.disagg.parting import State
 from gateway.core.disagg.signs import Sign
@@ -48,6 +49,8 @@ from gateway.net.releases import Releases
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import Connection, ConnectionPool
 from gateway.net.watch import Watch
+
+T = TypeVar("T")
 
 ANSWER_MOST = 64 << 20  # octets of prefill's answer: with prompt_logprobs it is large
 AGED = 0.8  # of the hold: what is older is not handed over any more
@@ -88,7 +91,7 @@ class Pairs:
         tasks: Tasks,
     ):
         self._fleet, self._admission, self._retries, self._observer, self._told = fleet, admission, retries, observer, told
-        self._attempts, self._watch = attempts, watch
+        self._attempts, self._watch, self._tasks = attempts, watch, tasks
         self.releases = Releases(tasks, told.released, told.stranded)
 
     def or_one(self, settings: PairSettings, head: RequestHead, route: Route) -> Pairs | Attempts:
@@ -118,6 +121,10 @@ class Pairs:
             paired = self._begin(call, asked, settings, tried)
             call.exchange.attempts += 1
             try:
+                if settings.connector.order is Order.CONCURRENT:
+                    return await self._both(call, paired, tried["decode"])
+                if settings.connector.order is Order.SIDECAR:
+                    return await self._aside(call, paired, tried["decode"])
                 await self._prefill(call, paired)
                 return await self._decode(call, paired, tried["decode"])
             except _LegFailed as failed:
@@ -166,12 +173,10 @@ class Pairs:
         exchange.backend, exchange.prefill_backend = decode.backend.name, prefill.backend.name
         paired.prefill.exchange.backend = prefill.backend.name
         engines = fleet.engines
-        paired.pair = Pair(
-            f"{random.getrandbits(128):032x}",
-            engines[prefill.backend.name],
-            engines[decode.backend.name],
-            room=random.getrandbits(63),
-        )
+        one, other = engines[prefill.backend.name], engines[decode.backend.name]
+        ranks = min(one.dp_size, other.dp_size)
+        rank = random.randrange(ranks) if settings.connector.ranked and ranks > 1 else 0
+        paired.pair = Pair(f"{random.getrandbits(128):032x}", one, other, room=random.getrandbits(63), rank=rank)
         return paired
 
     def _end(self, call: Call, paired: Paired) -> None:
@@ -184,6 +189,48 @@ class Pairs:
             lease.release()
         self._admission.wake()
 
+    # both at once, and one for two ------------------------------------------------------------------------------------
+
+    async def _both(self, call: Call, paired: Paired, tried: list[Backend]) -> ResponseHead:
+        """Both legs together, as neither engine gets on without the other. The first one that fails ends the other; decode's
+        first octet proves the transfer, and what prefill says then is read beside the stream, never before it."""
+        prefill = paired.task = self._tasks.spawn(_outcome(self._prefill(call, paired)), "prefill leg")
+        decode: asyncio.Task[ResponseHead | Exception] = self._tasks.spawn(
+            _outcome(self._decode(call, paired, tried)), "decode leg"
+        )
+        try:
+            await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
+            if not decode.done() and (failed := prefill.result()) is None:
+                await asyncio.wait((decode,))
+            elif not decode.done():
+                assert isinstance(failed, Exception)
+                raise failed
+            outcome = decode.result()
+        finally:
+            if not decode.done():
+                decode.cancel()
+                call.drop()
+                await asyncio.wait((decode,))
+        if isinstance(outcome, Exception):
+            if prefill.done() and isinstance(first := prefill.result(), Exception):
+                raise first  # decode's failure is what prefill's brought
+            raise outcome
+        if not 200 <= outcome.status < 300:
+            paired.prefill.end()
+            prefill.cancel()
+        return outcome
+
+    async def _aside(self, call: Call, paired: Paired, tried: list[Backend]) -> ResponseHead:
+        """One leg: the sidecar before decode asks prefill, which is leased until decode has begun."""
+        assert paired.pair is not None
+        paired.become(State.PREFILLING)
+        request = paired.settings.connector.decode(paired.asked, paired.pair)
+        paired.become(State.DECODE_WAIT)
+        try:
+            return await self._decode(call, paired, tried, request)
+        finally:
+            paired.prefill.end()
+
     # PREFILLING -------------------------------------------------------------------------------------------------------
 
     async def _prefill(self, call: Call, paired: Paired) -> None:
@@ -192,7 +239,7 @@ class Pairs:
         backend, connector = leg.lease.backend, settings.connector
         paired.become(State.PREFILLING)
         exchange.phase, exchange.connect_began = Phase.PREFILL, time.monotonic()
-        request = connector.prefill(paired.asked, paired.pair)
+        request = _asked_of(backend, connector.prefill, paired)
         seconds = settings.prefill_timeout or call.policy.timeouts.first_byte
         key = "disaggregation.prefill_timeout" if settings.prefill_timeout else "timeouts.first_byte"
         try:
@@ -234,10 +281,11 @@ class Pairs:
         backend.answered(200, paired.answered)
         assert leg.exchange.sent is not None
         self._told.prefilled(call.exchange, settings.connector.name, paired.answered - leg.exchange.sent)
-        paired.handoff = settings.connector.accept(paired.asked, paired.pair, answer)
-        if settings.hold:
-            paired.holding = backend.hold(paired.tokens)
-        paired.become(State.HANDOFF)
+        if settings.connector.order is not Order.CONCURRENT:
+            paired.handoff = settings.connector.accept(paired.asked, paired.pair, answer)
+            if settings.hold:
+                paired.holding = backend.hold(paired.tokens)
+            paired.become(State.HANDOFF)
         leg.end()
         call.others = ()
         return None
@@ -273,16 +321,17 @@ class Pairs:
         backend, name = call.lease.backend, settings.connector.name
         now = time.monotonic()
         if request is None:
-            assert paired.handoff is not None
             if paired.holding is not None and now - paired.answered > AGED * settings.hold:
                 raise _LegFailed("decode", backend, TransferFailed("what prefill held was too old to be handed over"))
-            request = settings.connector.decode(paired.asked, paired.pair, paired.handoff)
-            self._told.handed_over(exchange, name, now - paired.answered)
+            request = _asked_of(backend, settings.connector.decode, paired, paired.handoff or Handoff())
+            if paired.handoff is not None:
+                self._told.handed_over(exchange, name, now - paired.answered)
             paired.become(State.DECODE_WAIT)
         call.connection = connection
         exchange.phase = Phase.WAIT
         paired.sent = exchange.sent = now
         answer = paired.answer = connection.send(paired.octets(request, call.connections.origin), b"POST")
+        answer.add_done_callback(_heard)
         self._watch.begin(call, now)
         try:
             response = await asyncio.shield(answer)
@@ -336,6 +385,7 @@ class Pairs:
         """Wait for the first octet of decode's body. Raises UpstreamFailed, _LegFailed, EngineRefused."""
         hold = call.policy.hold and is_event_stream(response)
         opening = paired.opening = call.hold = (Hold if hold else Opening)(connection, response, call.dialect)
+        opening.done.add_done_callback(_heard)
         try:
             error = await asyncio.shield(opening.done)
         finally:
@@ -419,6 +469,28 @@ class Pairs:
             return await self._decode(call, paired, [], paired.settings.connector.alone(paired.asked, paired.pair))
         except _LegFailed as again:
             return await self._last(call, paired, again)
+
+
+def _heard(future: asyncio.Future[Any]) -> None:
+    """Its failure is nobody's any more, where whoever waited for it has left: shielded, it outlives them."""
+    if not future.cancelled():
+        future.exception()
+
+
+async def _outcome(leg: Coroutine[Any, Any, T]) -> T | Exception:
+    """What it returns, or how it failed."""
+    try:
+        return await leg
+    except (_LegFailed, Refusal, EngineRefused) as failure:
+        return failure
+
+
+def _asked_of(backend: Backend, make: Callable[..., Request], paired: Paired, *more: object) -> Request:
+    """A leg's request. Raises Refusal where the connector lacks something about the engines."""
+    try:
+        return make(paired.asked, paired.pair, *more)
+    except LookupError as missing:
+        raise Refusal("no_backend", f"the connector cannot use this backend: {missing}", retry_after=5) from None
 
 
 _BACKENDS = frozenset(("upstream_connect", "upstream_reset", "upstream_malformed", "timeout_connect", "timeout_first_byte"))

@@ -77,7 +77,7 @@ class PairObserver(Protocol):
 class Paired:
     __slots__ = (
         "_releases", "answer", "answered", "asked", "call", "handoff", "holding", "opening", "pair", "prefill", "sent",
-        "settings", "state", "tokens",
+        "settings", "state", "task", "tokens",
     )  # fmt: skip
 
     def __init__(self, call: Call, asked: Asked, settings: PairSettings, releases: Releases, tokens: int):
@@ -91,9 +91,10 @@ class Paired:
         self.sent = 0.0  # when decode's request was written
         self.answer: asyncio.Future[ResponseHead] | None = None  # decode's
         self.opening: Hold | None = None  # of decode's body
+        self.task: asyncio.Task[object] | None = None  # of prefill's leg, where it is under way beside decode's
 
     def become(self, state: State) -> None:
-        if NEXT.get(self.state) is not state and state is not State.DONE:
+        if state not in NEXT[self.state] and state is not State.DONE:
             raise AssertionError(f"a pair of legs in state {self.state} cannot come to {state}")
         self.state = state
 
@@ -127,7 +128,7 @@ class Paired:
         found = parting(
             self.state,
             holds=self.holding is not None,
-            unsafe=self.settings.abort_unsafe or self.settings.connector.abort_in_transfer_unsafe,
+            unsafe=self.settings.abort_unsafe,
         )
         if found is Parting.RELEASE:
             self.give_up()
@@ -169,7 +170,9 @@ class Paired:
             if holding is not None:
                 self._releases.lost(holding, self.tokens, self.answered + settings.hold, settings.connector.name)
             return
-        unsafe = settings.abort_unsafe or settings.connector.abort_in_transfer_unsafe
+        unsafe = settings.abort_unsafe
+        # both or neither: a transfer has two ends
+        prefill, self.prefill, self.task, call.others = self.prefill, beside(call.exchange), None, ()
         whole = not self.asked.stream and not unsafe
         self._releases.detach(
             Detached(
@@ -184,6 +187,7 @@ class Paired:
                 settings.release_timeout,
                 settings.connector.name,
                 call.dialect,
+                prefill,
             )
         )
 
@@ -191,4 +195,6 @@ class Paired:
         """Give back all that is left, at once. May be called again."""
         self.state = State.DONE
         self.fetched()
+        if self.task is not None:
+            self.task.cancel()
         self.prefill.end()

@@ -20,6 +20,7 @@ from gateway.core.head import ResponseHead
 from gateway.errors import Refusal
 from gateway.net.fetch import Page
 from gateway.net.hold import Hold
+from gateway.net.legs import Leg
 from gateway.net.opening import Opening
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import Connection, ConnectionPool
@@ -55,6 +56,7 @@ class Detached(NamedTuple):
     seconds: float
     connector: str
     dialect: Dialect
+    prefill: Leg  # what is under way there still, and ends with it
 
 
 class Releases:
@@ -127,6 +129,7 @@ class Releases:
                     work.holding.end()
                 else:
                     self.lost(work.holding, work.tokens, work.expires, work.connector)
+            work.prefill.end()
             work.lease.release()
 
     def lost(self, holding: Holding, tokens: int, expires: float, connector: str) -> None:

@@ -153,7 +153,8 @@ async def test_another_prefill_after_a_failure(start_gateway: Start, how: str) -
     """Decode never gets anything but what a prefill has handed over."""
     async with engines(2) as (ps, (d,), ledger):
         with refusing() as nowhere:
-            scripts = {"reset": s.vanish, "incomplete": prefill(ledger, remote_host=None), "nothing": s.reply(200, b'{"id": 1}')}
+            incomplete = prefill(ledger, remote_host=None)
+            scripts = {"reset": s.vanish, "incomplete": incomplete, "nothing": s.reply(200, b"{}")}
             bad = ps[0]
             bad.script = scripts.get(how, bad.script)
             gateway = await start_gateway(config=config([nowhere if how == "refused" else bad, ps[1]], [d]))

@@ -33,8 +33,8 @@ class Ledger:
     def hold(self, request_id: str) -> dict[str, Any]:
         self.held.add(request_id)
         self.ever += 1
-        return {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "engine", "odd_key": [1, {"a": 2**60}],
-                "remote_request_id": request_id, "remote_host": "127.0.0.1", "remote_port": 5600,
+        return {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "engine",
+                "odd_key": [1, {"a": 2**60}], "remote_request_id": request_id, "remote_host": "127.0.0.1", "remote_port": 5600,
                 "remote_block_ids": [[1, 2]]}  # fmt: skip
 
     def fetch(self, request: Message) -> bool:
@@ -78,7 +78,8 @@ def decode(ledger: Ledger, then: Script | None = None, *, seconds: float = 0.0) 
         await asyncio.sleep(seconds)
         ledger.fetch(request)
         if not streams:
-            await s.reply(200, {"choices": [{"index": 0, "message": {"content": "ab"}, "finish_reason": "stop"}]})(wire, request)
+            choice = {"index": 0, "message": {"content": "ab"}, "finish_reason": "stop"}
+            await s.reply(200, {"choices": [choice]})(wire, request)
         elif then is not None:
             await then(wire, request)
         else:

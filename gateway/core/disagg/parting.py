@@ -40,11 +40,13 @@ class Parting(enum.Enum):
 
 
 # What may follow. Any state may be followed by DONE.
-NEXT: Final[Mapping[State, State]] = {
-    State.QUEUED: State.PREFILLING,
-    State.PREFILLING: State.HANDOFF,
-    State.HANDOFF: State.DECODE_WAIT,
-    State.DECODE_WAIT: State.STREAMING,
+NEXT: Final[Mapping[State, frozenset[State]]] = {
+    State.QUEUED: frozenset((State.PREFILLING,)),
+    State.PREFILLING: frozenset((State.HANDOFF, State.DECODE_WAIT)),  # the latter where both legs are sent at once
+    State.HANDOFF: frozenset((State.DECODE_WAIT,)),
+    State.DECODE_WAIT: frozenset((State.STREAMING,)),
+    State.STREAMING: frozenset(),
+    State.DONE: frozenset(),
 }
 
 PARTINGS: Final[Mapping[State, Parting]] = {
