@@ -94,6 +94,13 @@ class Pairs:
         self._attempts, self._watch, self._tasks = attempts, watch, tasks
         self.releases = Releases(tasks, told.released, told.stranded)
 
+    def closed(self, paired: Paired) -> None:
+        """Its exchange is over, however it went."""
+        meter = paired.call.exchange.meter
+        if meter is not None and meter.recomputed:
+            self._told.recomputed()
+        paired.part()
+
     def or_one(self, settings: PairSettings, head: RequestHead, route: Route) -> Pairs | Attempts:
         """Who sees to a request: two backends, or one as ever."""
         return self if route.path in settings.paths and head.method == b"POST" and not route.loopback else self._attempts
@@ -396,8 +403,6 @@ class Pairs:
             assert call.lease is not None
             failed = TransferFailed("the decode engine could not take over what the prefill engine had computed")
             raise _LegFailed("decode", call.lease.backend, failed)
-        if sign is Sign.RECOMPUTED:
-            self._told.recomputed()
         if error is not None:
             paired.end()
             raise EngineRefused(*call.dialect.as_status(error))

@@ -343,7 +343,7 @@ class Gateway:
         del self.live[id(call)]
         call.client.call = call.client.source = None
         if call.paired is not None:
-            call.paired.part()
+            self.pairs.closed(call.paired)
         call.let_go()
         if relay is not None:
             relay.close()

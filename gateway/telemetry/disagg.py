@@ -35,7 +35,7 @@ _COUNTERS = (
     ("stranded_tokens", "Prompt tokens of these, about.", "connector"),
     ("fallback", "Requests whose prompt decode computed itself, as disaggregation.local_decode_fallback allows.", "reason"),
     ("bypass", "Requests that one backend served by choice.", "reason"),
-    ("recomputed", "Answers that began with an engine's word that it had dropped the request (vLLM Ascend).", ""),
+    ("recomputed", "Answers in which the engine says that it dropped the request (vLLM Ascend's recomputed).", ""),
 )
 
 
@@ -58,6 +58,7 @@ class PairTallies:
         self.counts["fallback"][reason] += 1
 
     def prefilled(self, exchange: Exchange, connector: str, seconds: float) -> None:
+        self.counts["stranded"][connector] += 0  # begins at zero, as what does not has no rate
         self._observe("prefill", exchange, connector, seconds)
 
     def handed_over(self, exchange: Exchange, connector: str, seconds: float) -> None:
