@@ -159,8 +159,8 @@ def check(config_path: Path) -> int:
 @click.option("--seed", type=int, metavar="N", default=0, show_default=True, help="The same seed, the same answers.")
 @click.option("--fault", metavar="WHAT", multiple=True, help="Something that goes wrong. Repeat it for more.")
 @click.option("--set", "knobs", metavar="KNOB=VALUE", multiple=True, help="Anything else about it. Repeat it for more.")
-@click.option("--role", metavar="both|prefill|decode", default="both", show_default=True, help="What it does with KV.")
-@click.option("--connector", metavar="NAME", help="How KV moves.  [nixl, with a role of one half]")
+@click.option("--role", metavar="ROLE", default="both", show_default=True, help="prefill, decode, encode or both.")
+@click.option("--connector", metavar="NAME", help="How KV moves, as deploy/mock.md lists.  [nixl, with a role of one half]")
 @click.option("--replay", metavar="FOLDER", help="Recorded answers, for `replay=NAME`.")
 @click.option("--workers", type=int, metavar="N", default=1, help="Processes. This version has one.  [1]")
 def mock(knobs: tuple[str, ...], workers: int, **settings: Any) -> int:
@@ -174,7 +174,8 @@ def mock(knobs: tuple[str, ...], workers: int, **settings: Any) -> int:
 
     \b
       endings  refuse, down:SECONDS, hang, reset, close, eof_clean, eof_trunc, bad_chunk,
-               error_event[:CODE], error_cut[:CODE], abort, half_event, half_done, engine_death
+               error_event[:CODE], error_cut[:CODE], abort, recomputed, half_event, half_done,
+               engine_death
       delays   stall:MS, trickle:BYTES, cpu:MS, slow_read:BYTES
       heads    status:CODE, ct:VALUE, ct_missing, ce:VALUE, early_hints, big_header:BYTES,
                many_cookies:COUNT, head_garbage, http09, cl_short, cl_long, te_and_cl, trailer
@@ -191,6 +192,7 @@ def mock(knobs: tuple[str, ...], workers: int, **settings: Any) -> int:
       tokenpipe mock --port 8001 --ttft lognormal:0.2:0.5 --itl 0.01 --tokens 256
       tokenpipe mock --set max_num_seqs=8 --set slowdown=0.05 --fault reset@token:1-200:0.01
       tokenpipe mock --role prefill --port 8001
+      tokenpipe mock --role decode --connector mooncake --port 8002
     """
     from gateway.synthetic.behaviour import pairs
     from gateway.synthetic.server import run as run_mock
