@@ -32,6 +32,7 @@ from gateway.control.disagg import engine_of, pair_settings
 from gateway.control.discovery.owner import Discovery, Followed, failed
 from gateway.control.fleet import fleet_routes
 from gateway.control.membership import Entry, Membership, origin_of
+from gateway.control.metaserver import PATH, Metaserver
 from gateway.control.modelpages import ModelPages
 from gateway.control.operator import Operator
 from gateway.control.probes import Probes, ProbeSettings
@@ -118,6 +119,8 @@ class App:
         self._fronts: list[Server] = []
         self._files: list[listen.SocketFile] = []
         self._admin: web.AppRunner | None = None
+        self._metaserver: Metaserver | None = None
+        self._callback = ""  # its URL
         self._unserved: frozenset[tuple[str, str]] = frozenset()  # that the log has told of
 
     async def run(self) -> int:
@@ -181,6 +184,7 @@ class App:
             B_TPOT,
             ModelPages(models, self.probes, int(time.time())).page,
         )
+        await self._start_metaserver(config)
         self.metrics.pairs.inflight = lambda: self.gateway.pairs.releases.busy
         self.membership = Membership(self._put_members)
         self.discovery = Discovery(self.membership.snapshot, random.random)
@@ -211,6 +215,14 @@ class App:
             if time.monotonic() > deadline:
                 return
             await asyncio.sleep(0.01)
+
+    async def _start_metaserver(self, config: Config) -> None:
+        meta = config.disaggregation.metaserver
+        if meta.listen is not None:
+            sock = self._bind(meta.listen)
+            self._callback = (meta.url or listen.url("http", sock)) + PATH
+            self._metaserver = Metaserver(self.gateway.pairs.called_back, sock)
+            await self._metaserver.start()
 
     def _configure_members(self, config: Config, staged: Sequence[Followed]) -> None:
         """Raises ConfigError, and then nothing has changed."""
@@ -387,6 +399,8 @@ class App:
         await self._part_from_clients()
         if self._admin is not None:
             await self._admin.cleanup()
+        if self._metaserver is not None:
+            await self._metaserver.stop()
         if self._synthetic is not None:
             await self._synthetic.stop()
         await self._tasks.stop()
@@ -436,6 +450,7 @@ class App:
             "mock": (old.mock, config.mock),
             "metrics": (old.metrics, config.metrics),
             "log.access": (old.log.access, config.log.access),
+            "disaggregation.metaserver": (old.disaggregation.metaserver, config.disaggregation.metaserver),
             "log.format": (old.log.format, config.log.format),
         }
         changed = [key for key, (before, now) in fixed.items() if before != now]
@@ -481,7 +496,9 @@ class App:
         policy = _policy(config)
         if not self.gateway.fleet.disaggregated:
             return policy
-        return dataclasses.replace(policy, pairs=pair_settings(config.disaggregation), without=OWNED_FIELDS, looks=True)
+        return dataclasses.replace(
+            policy, pairs=pair_settings(config.disaggregation, self._callback), without=OWNED_FIELDS, looks=True
+        )
 
     def _backend_samples(self) -> Iterable[BackendSample]:
         """One a name: what drains is added to the backend that has its name now, if there is one."""

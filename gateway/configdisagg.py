@@ -11,18 +11,26 @@ from typing import Any, Final, Literal, TypeAlias
 
 from gateway.configbackends import BackendConfig, Clash, Section
 from gateway.configfile import Complaints, Node
-from gateway.configvalues import Count, CountOrZero, Seconds, SecondsOrZero
+from gateway.configvalues import Count, CountOrZero, Listen, Seconds, SecondsOrZero, Url
 from gateway.core.disagg import CONNECTORS
+from gateway.core.disagg.base import Order
 
 # Those of core.disagg whose flow is built (`net.disagg`)
 Connector: TypeAlias = Literal[
-    "nixl", "nixl_push", "mooncake_ascend", "moriio_read", "moriio_write", "p2p_nccl", "lmcache", "offloading_p2p", "sglang",
-    "sidecar",
+    "nixl", "nixl_push", "mooncake", "mooncake_ascend", "layerwise", "moriio_read", "moriio_write", "p2p_nccl", "lmcache",
+    "offloading_p2p", "sglang", "sidecar",
 ]  # fmt: skip
 
 # side, role, the port where none is given: as in vLLM Ascend's proxy, whose hosts are localhost then
 _SIDES: Final = (("prefiller", "prefill", 8001), ("decoder", "decode", 8002))
 FLAGS: Final = tuple(f"{side}_{what}" for side, _, _ in _SIDES for what in ("hosts", "ports"))
+
+
+class Metaserver(Section, frozen=True):
+    """Where decode engines of the layerwise connector call back."""
+
+    listen: Listen | None = None
+    url: Url | None = None  # as they reach it; where `listen` is their address for it
 
 
 class Disaggregation(Section, frozen=True):
@@ -38,6 +46,7 @@ class Disaggregation(Section, frozen=True):
     local_decode_fallback: bool = False
     tool_choice: Literal["bypass", "auto", "pass"] = "bypass"  # a tool that must be called
     list_prompts: Literal["bypass", "reject"] = "bypass"
+    metaserver: Metaserver = Metaserver()
     override_remote_host: bool = False  # decode gets prefill's host as it stands in the configuration
 
 
@@ -76,5 +85,10 @@ def disagg_clashes(disaggregation: Disaggregation, backends: Sequence[BackendCon
         for name in connector.needs.get(backend.role, ()):
             if getattr(backend.connector, name) is None:
                 yield f"backends[{index}].connector.{name}", "found nothing", f"a port, for connector {connector.name}"
+    place, url = disaggregation.metaserver.listen, disaggregation.metaserver.url
+    if place is None and connector.order is Order.DECODE_FIRST:
+        yield "disaggregation.metaserver.listen", "found nothing", f"HOST:PORT at which engines of {connector.name} call back"
+    elif place is not None and url is None and (place.path is not None or place.host in ("0.0.0.0", "::")):
+        yield "disaggregation.metaserver.url", "found nothing", f"the URL at which decode engines reach {place}"
     if disaggregation.local_decode_fallback and not connector.serves_alone:
         yield "disaggregation.local_decode_fallback", "found true", f"false: engines of {connector.name} serve nothing alone"

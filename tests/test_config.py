@@ -78,6 +78,7 @@ DEFAULTS: dict[str, Any] = {
         "local_decode_fallback": False,
         "tool_choice": "bypass",
         "list_prompts": "bypass",
+        "metaserver": {"listen": None, "url": None},
         "override_remote_host": False,
     },
     "timeouts": {

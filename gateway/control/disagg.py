@@ -12,7 +12,8 @@ from gateway.net.paired import PairSettings
 LONG_HOLD = 120.0  # seconds; engines that keep KV for so long do not all let go of what a decode engine refuses
 
 
-def pair_settings(disaggregation: Disaggregation) -> PairSettings:
+def pair_settings(disaggregation: Disaggregation, callback: str = "") -> PairSettings:
+    """`callback`: the URL of the metaserver, where there is one."""
     found = CONNECTORS[disaggregation.connector]
     rules = Rules(
         tool_choice=disaggregation.tool_choice,
@@ -21,8 +22,8 @@ def pair_settings(disaggregation: Disaggregation) -> PairSettings:
     )
     # what is not set is the connector's own; and where nothing is held, no setting makes it so
     hold = found.hold if disaggregation.hold == Disaggregation().hold or not found.hold else disaggregation.hold
-    if found.order is Order.CONCURRENT:
-        hold = 0.0  # nobody has been told of anything when a leg is left: both engines end by themselves
+    if found.order is Order.CONCURRENT and found.release_policy is Release.NEVER:
+        hold = 0.0  # prefill answers when decode has fetched: an answer means that nothing is held any more
     wanted = {"always": True, "never": False, "auto": found.release_policy is not Release.NEVER}
     return PairSettings(
         found(rules),
@@ -37,6 +38,7 @@ def pair_settings(disaggregation: Disaggregation) -> PairSettings:
         admission_grace=disaggregation.admission_grace,
         abort_unsafe=disaggregation.abort_unsafe or found.abort_in_transfer_unsafe,
         fallback=disaggregation.local_decode_fallback,
+        callback=callback,
     )
 
 

@@ -25,6 +25,8 @@ from gateway.core.backend import Backend
 from gateway.core.disagg.asked import Asked
 from gateway.core.disagg.base import Engine, Handoff, HandoffMissing, Order, Pair, TransferFailed
 from gateway.core.disagg.base import Leg as Request
+from gateway.core.disagg.budget import Budget
+from gateway.core.disagg.layerwise import Rendezvous, posted, unknown
 from gateway.core.disagg.parting import State
 from gateway.core.disagg.signs import Sign
 from gateway.core.exchange import Exchange, Observer
@@ -42,6 +44,7 @@ from gateway.net.call import Call, Upload
 from gateway.net.fetch import Page
 from gateway.net.fleet import Fleet
 from gateway.net.hold import Hold
+from gateway.net.learning import Learning
 from gateway.net.legs import Leg
 from gateway.net.opening import Opening
 from gateway.net.paired import Paired, PairObserver, PairSettings
@@ -53,7 +56,6 @@ from gateway.net.watch import Watch
 T = TypeVar("T")
 
 ANSWER_MOST = 64 << 20  # octets of prefill's answer: with prompt_logprobs it is large
-AGED = 0.8  # of the hold: what is older is not handed over any more
 _ALONE = Pair("", Engine("", "", 0), Engine("", "", 0))
 _AGAIN = frozenset((408, 429, 500, 502, 503, 504))  # statuses of a leg for which another attempt is made
 FALLBACK_FIELD = b"X-Gateway-Prefill: local\r\n"
@@ -92,6 +94,8 @@ class Pairs:
     ):
         self._fleet, self._admission, self._retries, self._observer, self._told = fleet, admission, retries, observer, told
         self._attempts, self._watch, self._tasks = attempts, watch, tasks
+        self._learning = Learning()
+        self._callbacks: dict[str, tuple[Rendezvous, asyncio.Future[bytes]]] = {}  # that are awaited, by the attempt's id
         self.releases = Releases(tasks, told.released, told.stranded)
 
     def closed(self, paired: Paired) -> None:
@@ -128,8 +132,12 @@ class Pairs:
             paired = self._begin(call, asked, settings, tried)
             call.exchange.attempts += 1
             try:
+                if settings.connector.learns:
+                    await self._learn(call, paired)
                 if settings.connector.order is Order.CONCURRENT:
-                    return await self._both(call, paired, tried["decode"])
+                    return await self._both(call, paired, tried["decode"], self._prefill(call, paired))
+                if settings.connector.order is Order.DECODE_FIRST:
+                    return await self._both(call, paired, tried["decode"], self._called(call, paired))
                 if settings.connector.order is Order.SIDECAR:
                     return await self._aside(call, paired, tried["decode"])
                 await self._prefill(call, paired)
@@ -138,6 +146,8 @@ class Pairs:
                 if not self._again(call, paired, failed, tried):
                     return await self._last(call, paired, failed)
                 self._observer.retried(call.exchange, failed.word)
+                if paired.pair is not None:
+                    self._learning.forget(paired.pair.prefill)
                 self._end(call, paired)
 
     def gone(self, paired: Paired) -> None:
@@ -155,7 +165,7 @@ class Pairs:
         bypass = settings.connector.judge(asked)
         if bypass is not None:
             return bypass.value
-        if len(asked.body.octets) < settings.min_prompt_bytes:
+        if settings.connector.serves_alone and len(asked.body.octets) < settings.min_prompt_bytes:
             return "short"
         fleet = self._fleet
         if not all(fleet.of(role, call).routable for role in ("prefill", "decode")) and fleet.serves_whole(call):
@@ -183,7 +193,9 @@ class Pairs:
         one, other = engines[prefill.backend.name], engines[decode.backend.name]
         ranks = min(one.dp_size, other.dp_size)
         rank = random.randrange(ranks) if settings.connector.ranked and ranks > 1 else 0
-        paired.pair = Pair(f"{random.getrandbits(128):032x}", one, other, room=random.getrandbits(63), rank=rank)
+        paired.pair = Pair(
+            f"{random.getrandbits(128):032x}", one, other, room=random.getrandbits(63), rank=rank, callback=settings.callback
+        )
         return paired
 
     def _end(self, call: Call, paired: Paired) -> None:
@@ -198,10 +210,12 @@ class Pairs:
 
     # both at once, and one for two ------------------------------------------------------------------------------------
 
-    async def _both(self, call: Call, paired: Paired, tried: list[Backend]) -> ResponseHead:
+    async def _both(
+        self, call: Call, paired: Paired, tried: list[Backend], prefilling: Coroutine[Any, Any, None]
+    ) -> ResponseHead:
         """Both legs together, as neither engine gets on without the other. The first one that fails ends the other; decode's
         first octet proves the transfer, and what prefill says then is read beside the stream, never before it."""
-        prefill = paired.task = self._tasks.spawn(_outcome(self._prefill(call, paired)), "prefill leg")
+        prefill = paired.task = self._tasks.spawn(_outcome(prefilling), "prefill leg")
         decode: asyncio.Task[ResponseHead | Exception] = self._tasks.spawn(
             _outcome(self._decode(call, paired, tried)), "decode leg"
         )
@@ -227,6 +241,36 @@ class Pairs:
             prefill.cancel()
         return outcome
 
+    async def _called(self, call: Call, paired: Paired) -> None:
+        """Prefill's leg, once decode has asked for it: exactly one request, when all of its callbacks have come."""
+        assert paired.pair is not None
+        name = paired.pair.attempt
+        complete: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._callbacks[name] = (Rendezvous(paired.asked, paired.pair), complete)
+        try:
+            await self._prefill(call, paired, await complete)
+        finally:
+            del self._callbacks[name]
+
+    def called_back(self, octets: bytes) -> None:
+        """A decode engine asks for its prefill. Raises Refusal: it is not one of ours, or not awaited (any more)."""
+        callback = posted(octets)
+        if callback.attempt not in self._callbacks:
+            raise unknown(callback.child)
+        rendezvous, complete = self._callbacks[callback.attempt]
+        if rendezvous.take(callback) and not complete.done():
+            complete.set_result(rendezvous.params())
+
+    async def _learn(self, call: Call, paired: Paired) -> None:
+        pair, lease = paired.pair, paired.prefill.lease
+        assert pair is not None and lease is not None
+        try:
+            engine = await self._learning.of(call, paired.settings.connector, pair.prefill)
+        except Refusal as failure:
+            self._blame(paired.prefill.exchange, lease.backend, failure)
+            raise _LegFailed("prefill", lease.backend, failure) from None
+        paired.pair = pair._replace(prefill=engine, rank=random.choice(list(engine.engine_ids)))
+
     async def _aside(self, call: Call, paired: Paired, tried: list[Backend]) -> ResponseHead:
         """One leg: the sidecar before decode asks prefill, which is leased until decode has begun."""
         assert paired.pair is not None
@@ -240,13 +284,14 @@ class Pairs:
 
     # PREFILLING -------------------------------------------------------------------------------------------------------
 
-    async def _prefill(self, call: Call, paired: Paired) -> None:
+    async def _prefill(self, call: Call, paired: Paired, given: bytes = b"") -> None:
         leg, exchange, settings = paired.prefill, call.exchange, paired.settings
         assert leg.lease is not None and leg.connections is not None and paired.pair is not None
         backend, connector = leg.lease.backend, settings.connector
-        paired.become(State.PREFILLING)
-        exchange.phase, exchange.connect_began = Phase.PREFILL, time.monotonic()
-        request = _asked_of(backend, connector.prefill, paired)
+        if paired.state is State.QUEUED:
+            paired.become(State.PREFILLING)
+            exchange.phase, exchange.connect_began = Phase.PREFILL, time.monotonic()
+        request = _asked_of(backend, connector.prefill, paired, given)
         seconds = settings.prefill_timeout or call.policy.timeouts.first_byte
         key = "disaggregation.prefill_timeout" if settings.prefill_timeout else "timeouts.first_byte"
         try:
@@ -288,10 +333,12 @@ class Pairs:
         backend.answered(200, paired.answered)
         assert leg.exchange.sent is not None
         self._told.prefilled(call.exchange, settings.connector.name, paired.answered - leg.exchange.sent)
-        if settings.connector.order is not Order.CONCURRENT:
+        serial = settings.connector.order is Order.SERIAL
+        if serial:
             paired.handoff = settings.connector.accept(paired.asked, paired.pair, answer)
-            if settings.hold:
-                paired.holding = backend.hold(paired.tokens)
+        if settings.hold and paired.state in (State.PREFILLING, State.DECODE_WAIT):
+            paired.holding = backend.hold(paired.tokens)
+        if serial:
             paired.become(State.HANDOFF)
         leg.end()
         call.others = ()
@@ -328,11 +375,13 @@ class Pairs:
         backend, name = call.lease.backend, settings.connector.name
         now = time.monotonic()
         if request is None:
-            if paired.holding is not None and now - paired.answered > AGED * settings.hold:
+            if paired.holding is not None and Budget(settings.hold, paired.answered).dead(now):
                 raise _LegFailed("decode", backend, TransferFailed("what prefill held was too old to be handed over"))
             request = _asked_of(backend, settings.connector.decode, paired, paired.handoff or Handoff())
             if paired.handoff is not None:
                 self._told.handed_over(exchange, name, now - paired.answered)
+            if paired.state is State.QUEUED:
+                paired.become(State.PREFILLING)
             paired.become(State.DECODE_WAIT)
         call.connection = connection
         exchange.phase = Phase.WAIT

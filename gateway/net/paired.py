@@ -42,6 +42,7 @@ class PairSettings(NamedTuple):
     admission_grace: float = 5.0
     abort_unsafe: bool = False
     fallback: bool = False
+    callback: str = ""
 
 
 class PairObserver(Protocol):
@@ -142,8 +143,9 @@ class Paired:
         if holding is None:
             return
         settings, lease, connections = self.settings, self.call.lease, self.call.connections
-        assert self.pair is not None and self.handoff is not None
-        request = settings.connector.release(self.asked, self.pair, self.handoff) if settings.release else None
+        assert self.pair is not None
+        handoff = self.handoff or Handoff()
+        request = settings.connector.release(self.asked, self.pair, handoff) if settings.release else None
         octets = None
         if request is not None and connections is not None and lease is not None:
             octets = self.octets(request, connections.origin)

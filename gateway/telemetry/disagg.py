@@ -31,7 +31,7 @@ _TIMES = (
 _COUNTERS = (
     ("aborts", "Clients that left, by where the pair of legs stood.", "phase"),
     ("release", "Legs that had KV freed whose client had left, by what came of it.", "result"),
-    ("stranded", "Hand-offs that nobody fetched: KV lies on the prefill engine until its time is over.", "connector"),
+    ("stranded", "Hand-offs that nobody took up: KV lies on the prefill engine until its time is over.", "connector"),
     ("stranded_tokens", "Prompt tokens of these, about.", "connector"),
     ("fallback", "Requests whose prompt decode computed itself, as disaggregation.local_decode_fallback allows.", "reason"),
     ("bypass", "Requests that one backend served by choice.", "reason"),

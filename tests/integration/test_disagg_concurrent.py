@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import aiohttp
 import pytest
 
 from tests.integration.test_fleet import refusing
@@ -146,3 +148,138 @@ async def test_a_sidecar(start_gateway: Start) -> None:
         assert request.get("x-prefiller-host-port") == f"127.0.0.1:{p.port}"
         assert (request.json(), p.requests) == (s.CHAT, [])
         await at_rest(gateway, Ledger(), p, d)
+
+
+# ---- Mooncake: what must be known of prefill beforehand
+
+
+async def test_mooncake(start_gateway: Start) -> None:
+    """Prefill's engine id is asked for once, and again after a failure: it may have been started anew."""
+    async with engines(2) as ((p, boot), (d,), _):
+        ids = iter(("old", "new"))
+
+        async def query(wire: HttpWire, request: Message) -> None:
+            await s.reply(200, {"0": {"engine_id": next(ids)}})(wire, request)
+
+        boot.probes["/query"] = query
+        p.script = s.reply(200, b'{"choices": []}')
+        gone = s.stream(s.event({"error": {"message": "x", "type": "InternalServerError", "code": 500}}), s.DONE)
+        d.script = s.in_turn(s.stream(*OUTPUT), s.stream(*OUTPUT), gone, s.stream(*OUTPUT))
+        text = json.loads(config([p], [d], disaggregation={"connector": "mooncake"}))
+        text["backends"][0]["connector"] = {"bootstrap_port": boot.port}
+        gateway = await start_gateway(config=json.dumps(text))
+        for _ in range(2):
+            assert (await gateway.ask()).body == b"".join(OUTPUT)
+        assert boot.probed.count("/query") == 1
+        params = d.requests[0].json()["kv_transfer_params"]
+        assert (params["remote_engine_id"], params["remote_bootstrap_addr"]) == ("old", f"http://127.0.0.1:{boot.port}")
+        assert p.requests[0].json()["kv_transfer_params"]["transfer_id"] == params["transfer_id"]
+        assert p.requests[0].get("x-data-parallel-rank") == "0"
+        await gateway.ask()
+        assert d.requests[-1].json()["kv_transfer_params"]["remote_engine_id"] in ("old", "new")
+        await at_rest(gateway, Ledger(), p, d)
+
+
+async def test_mooncake_whose_bootstrap_says_nothing(start_gateway: Start) -> None:
+    async with engines() as ((p,), (d,), _):
+        with refusing() as nowhere:
+            port = int(nowhere.rpartition(":")[2])
+            text = json.loads(config([p], [d], disaggregation={"connector": "mooncake"}))
+            text["backends"][0]["connector"] = {"bootstrap_port": port}
+            gateway = await start_gateway(config=json.dumps(text))
+            answer = await gateway.ask()
+        assert (answer.status, answer.get("x-gateway-error")) == (503, "no_backend")
+        assert not p.requests and not d.requests
+        await at_rest(gateway, Ledger(), p, d)
+
+
+# ---- layerwise: decode calls back
+
+
+class CallsBack:
+    """A decode engine that asks the metaserver for its prefill, once for each prompt, and answers when prefill was asked."""
+
+    def __init__(self, p: RawUpstream, d: RawUpstream) -> None:
+        self.asked, self.answers = asyncio.Event(), list[int]()
+        self.p = p
+        d.script = self.decode
+
+    async def decode(self, wire: HttpWire, request: Message) -> None:
+        body = request.json()
+        name = request.get("x-request-id")
+        prompt = body.get("prompt")
+        if "messages" in body:
+            names = [f"chatcmpl-{name}"]
+        else:
+            names = [f"cmpl-{name}-{i}" for i in range(len(prompt) if isinstance(prompt, list) else 1)]
+        await wire.send(s.SSE_HEAD)
+        before = len(self.p.requests)
+        for child in names:
+            self.answers.append(await callback(body["kv_transfer_params"]["metaserver"], child))
+        async with asyncio.timeout(5):
+            while len(self.p.requests) == before and wire.ended is None:
+                await asyncio.sleep(0.01)
+        if self.p.script is not REFUSES:
+            await wire.send(b"".join(map(s.chunk, OUTPUT)) + s.LAST)
+        else:
+            await wire.wait_closed(timeout=5)
+
+
+REFUSES = s.reply(400, b'{"error": "prefills"}')
+
+
+async def callback(url: str, name: str) -> int:
+    said = {"request_id": name, "token_ids": [], "do_remote_prefill": False, "do_remote_decode": True,
+            "remote_block_ids": [[3]], "remote_host": "127.0.0.1", "remote_port": 30100}  # fmt: skip
+    async with aiohttp.ClientSession() as session, session.post(url, json=said) as answer:
+        return answer.status
+
+
+@contextlib.asynccontextmanager
+async def layerwise(start_gateway: Start) -> AsyncIterator[tuple[Gateway, RawUpstream, RawUpstream, CallsBack]]:
+    async with engines() as ((p,), (d,), _):
+        p.script = s.reply(200, b'{"choices": []}')
+        engine = CallsBack(p, d)
+        meta = {"connector": "layerwise", "metaserver": {"listen": "127.0.0.1:0"}}
+        gateway = await start_gateway(config=config([p], [d], disaggregation=meta))
+        yield gateway, p, d, engine
+        await at_rest(gateway, Ledger(), p, d)
+
+
+async def test_layerwise(start_gateway: Start) -> None:
+    """Decode first; prefill gets what decode posted, once for all prompts; an id that nobody waits for is 404."""
+    async with layerwise(start_gateway) as (gateway, p, d, engine):
+        assert (await gateway.ask()).body == b"".join(OUTPUT)
+        (to_p,) = p.requests
+        assert to_p.json()["kv_transfer_params"]["remote_port"] == 30100
+        assert (to_p.json()["max_tokens"], to_p.json()["min_tokens"]) == (1, 1)
+        answer = await gateway.ask(s.post({"model": "m", "prompt": ["a", "b"], "stream": True}, "/v1/completions"))
+        assert answer.status == 200
+        assert len(p.requests) == 2
+        assert len(p.requests[1].json()["kv_transfer_params"]["batch_kv_transfer_params"]) == 2
+        assert engine.answers == [200] * 3
+        url = d.requests[0].json()["kv_transfer_params"]["metaserver"]
+        assert await callback(url, "chatcmpl-" + "0" * 32) == 404
+        assert await callback(url, f"chatcmpl-{d.requests[0].get('x-request-id')}") == 404
+        assert len(p.requests) == 2
+
+
+async def test_layerwise_prefill_fails(start_gateway: Start) -> None:
+    """Decode, which waits, is closed; prefill's words are the client's."""
+    async with layerwise(start_gateway) as (gateway, p, d, _):
+        p.script = REFUSES
+        answer = await gateway.ask()
+        assert (answer.status, answer.body) == (400, b'{"error": "prefills"}')
+        await d.wires[0].wait_closed(timeout=2)
+        assert (len(p.requests), len(d.requests)) == (1, 1)
+
+
+async def test_layerwise_the_client_leaves(start_gateway: Start) -> None:
+    async with layerwise(start_gateway) as (gateway, p, d, _):
+        p.script = held = s.Held()
+        client = await gateway.connect()
+        await client.send(s.post())
+        await held.wire()
+        client.reset()
+        for wire in (await held.wire(), d.wires[0]):
+            await wire.wait_closed(timeout=2)
