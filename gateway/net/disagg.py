@@ -215,10 +215,11 @@ class Pairs:
     ) -> ResponseHead:
         """Both legs together, as neither engine gets on without the other. The first one that fails ends the other; decode's
         first octet proves the transfer, and what prefill says then is read beside the stream, never before it."""
-        prefill = paired.task = self._tasks.spawn(_outcome(prefilling), "prefill leg")
+        prefill: asyncio.Task[Exception | None] = self._tasks.spawn(_outcome(prefilling), "prefill leg")
         decode: asyncio.Task[ResponseHead | Exception] = self._tasks.spawn(
             _outcome(self._decode(call, paired, tried)), "decode leg"
         )
+        paired.tasks = (prefill, decode)
         try:
             await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
             if not decode.done() and (failed := prefill.result()) is None:

@@ -7,7 +7,8 @@ another one: a second try has other leases, another id, and nothing of what the 
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 from gateway.core import headers
 from gateway.core.backend import Holding
@@ -78,7 +79,7 @@ class PairObserver(Protocol):
 class Paired:
     __slots__ = (
         "_releases", "answer", "answered", "asked", "call", "handoff", "holding", "opening", "pair", "prefill", "sent",
-        "settings", "state", "task", "tokens",
+        "settings", "state", "tasks", "tokens",
     )  # fmt: skip
 
     def __init__(self, call: Call, asked: Asked, settings: PairSettings, releases: Releases, tokens: int):
@@ -92,7 +93,7 @@ class Paired:
         self.sent = 0.0  # when decode's request was written
         self.answer: asyncio.Future[ResponseHead] | None = None  # decode's
         self.opening: Hold | None = None  # of decode's body
-        self.task: asyncio.Task[object] | None = None  # of prefill's leg, where it is under way beside decode's
+        self.tasks: tuple[asyncio.Task[Any], ...] = ()  # of the legs, where both are under way at once
 
     def become(self, state: State) -> None:
         if state not in NEXT[self.state] and state is not State.DONE:
@@ -174,7 +175,9 @@ class Paired:
             return
         unsafe = settings.abort_unsafe
         # both or neither: a transfer has two ends
-        prefill, self.prefill, self.task, call.others = self.prefill, beside(call.exchange), None, ()
+        prefill, self.prefill, call.others = self.prefill, beside(call.exchange), ()
+        self._cancel(self.tasks[1:])
+        self.tasks = ()
         whole = not self.asked.stream and not unsafe
         self._releases.detach(
             Detached(
@@ -197,6 +200,10 @@ class Paired:
         """Give back all that is left, at once. May be called again."""
         self.state = State.DONE
         self.fetched()
-        if self.task is not None:
-            self.task.cancel()
+        self._cancel(self.tasks)
         self.prefill.end()
+
+    def _cancel(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+        for task in tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
