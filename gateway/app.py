@@ -34,6 +34,7 @@ from gateway.control.fleet import fleet_routes
 from gateway.control.membership import Entry, Membership, origin_of
 from gateway.control.metaserver import PATH, Metaserver
 from gateway.control.modelpages import ModelPages
+from gateway.control.modelrules import classes_of, hedges, model_rules, second_tries
 from gateway.control.operator import Operator
 from gateway.control.probes import Probes, ProbeSettings
 from gateway.control.reload import member_of_body, membership_settings, server_tls, sources_of, static_members
@@ -42,13 +43,11 @@ from gateway.core.affinity import Keys
 from gateway.core.backend import Backend, HealthSettings
 from gateway.core.disagg.base import OWNED_FIELDS
 from gateway.core.exchange import Observer
-from gateway.core.hedging import Hedge
 from gateway.core.inspection import Inspector, TokenRules
 from gateway.core.members import Member, Place
-from gateway.core.models import Models, Rule, Target, Way
+from gateway.core.models import Models, Way
 from gateway.core.outcome import Outcome
 from gateway.core.pool import Pool
-from gateway.core.priority import Classes
 from gateway.core.retry import Retries, RetrySettings
 from gateway.core.routing import Paths
 from gateway.errors import ConfigError, Ended, GatewayError
@@ -243,7 +242,7 @@ class App:
             {e.member.name: engine_of(e.member) for e in entries if e.member.role != "both"},
             config.balance,
             config.affinity.load_factor,
-            _model_rules(config),
+            model_rules(config.models, config.limits.priority),
         )
         gateway.policy = self._policy(config)
         gateway.admission.wake()
@@ -554,40 +553,13 @@ def _policy(config: Config) -> Policy:
         receipt=config.headers.receipt,
         comment=comment,
         coalesce=(config.coalesce.delay, config.coalesce.bytes) if config.coalesce.delay is not None else None,
-        classes=_classes(config),
+        classes=classes_of(config.limits.priority),
         step=deadlines.shortest(comment),
-        hedges=_hedges(config) or None,
+        hedges=hedges(config.models) or None,
         migrations={name: m.migrate.attempts for name, m in config.models.items() if m.migrate is not None} or None,
         keys=Keys(config.affinity.by, config.affinity.header) if config.balance == "affinity" else None,
-        looks=bool(watched) or _second_tries(config) or tokens != TokenRules() or config.usage == "inject",
+        looks=bool(watched) or second_tries(config.models) or tokens != TokenRules() or config.usage == "inject",
     )
-
-
-def _classes(config: Config) -> Classes:
-    priority = config.limits.priority
-    return Classes(priority.classes, priority.default, priority.header)
-
-
-def _model_rules(config: Config) -> dict[str, Rule]:
-    classes = _classes(config)
-    return {
-        name: Rule(
-            tuple(Target(target.model, target.weight, target.fallback) for target in one.route_to or ()),
-            one.in_flight,
-            None if one.priority is None else classes.rank_of(one.priority),
-        )
-        for name, one in config.models.items()
-    }
-
-
-def _second_tries(config: Config) -> bool:
-    """Whether a model asks for some: then a body is looked into, for its model, and held as far as it can be sent again."""
-    return any(model.hedge is not None or model.migrate is not None for model in config.models.values())
-
-
-def _hedges(config: Config) -> dict[str, Hedge]:
-    rules = {name: model.hedge for name, model in config.models.items()}
-    return {name: Hedge(rule.after, rule.unstreamed) for name, rule in rules.items() if rule is not None}
 
 
 def _client_settings(config: Config) -> ClientSettings:

@@ -107,8 +107,6 @@ def _not_built(name: str) -> str:
     return next((text for flag, text in _NOT_BUILT.items() if name == flag or (flag[-1] == "-" and name.startswith(flag))), "")
 
 
-
-
 def _option(*names: str, **settings: Any) -> Callable[[_Command], _Command]:
     return click.option(*names, **settings)
 

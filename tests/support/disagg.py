@@ -40,6 +40,8 @@ class Engines:
     def config(self, **disaggregation: Any) -> str:
         roles = (("prefill", self.prefills), ("decode", self.decodes))
         listed = [{"url": mock.url, "role": role, **self._ports(mock)} for role, mocks in roles for mock in mocks]
+        if self.connector == "layerwise":
+            disaggregation.setdefault("metaserver", {"listen": "127.0.0.1:0"})
         return json.dumps(
             {
                 "listen": "127.0.0.1:0",
