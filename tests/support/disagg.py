@@ -1,4 +1,4 @@
-"""Prefill and decode engines that keep a ledger (`tokenpipe mock`'s), with the gateway before them, and what must hold at the end.
+"""Prefill and decode engines that keep a ledger (`tokenpipe mock`'s), and what must hold at the end.
 
 The invariants are those of the acceptance cases: I1 the ledger is empty or what is left was counted as stranded; I2 loads and
 gauges are 0; I3 no connection to an engine but idle ones; I4 nothing pending; nothing recomputed in silence.
@@ -16,11 +16,13 @@ from gateway.synthetic.server import MockSettings, SyntheticUpstream
 from tests.support.client import RawClient
 from tests.support.gateway import Gateway
 from tests.support.script import get, post
+from tests.support.upstream import listening_socket
 
 Start = Callable[..., Awaitable[Gateway]]
 PROMPT = "tell me about the weather in all of Europe " * 20
 CHAT = {"model": "synthetic", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, "seed": 7}
 COMPLETION = {"model": "synthetic", "prompt": PROMPT, "max_tokens": 12, "seed": 7}
+LOADS = ("tokenpipe_requests_in_flight", "tokenpipe_backend_in_flight")
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 BODIES = {"chat": CHAT, "completions": COMPLETION}
 
@@ -39,6 +41,9 @@ class Engines:
 
     def config(self, **disaggregation: Any) -> str:
         roles = (("prefill", self.prefills), ("decode", self.decodes))
+        if self.connector == "layerwise":
+            with listening_socket() as sock:
+                disaggregation["metaserver"] = {"listen": f"127.0.0.1:{sock.getsockname()[1]}"}
         listed = [{"url": mock.url, "role": role, **self._ports(mock)} for role, mocks in roles for mock in mocks]
         if self.connector == "layerwise":
             disaggregation.setdefault("metaserver", {"listen": "127.0.0.1:0"})
@@ -56,7 +61,8 @@ class Engines:
         """A mock has its side channels at its own port."""
         port = port_of(mock)
         names = {
-            "p2p_nccl": ("kv_port",), "offloading_p2p": ("kv_port",), "sglang": ("bootstrap_port",), "mooncake": ("bootstrap_port",),
+            "p2p_nccl": ("kv_port",), "offloading_p2p": ("kv_port",),
+            "sglang": ("bootstrap_port",), "mooncake": ("bootstrap_port",),
             "moriio_read": ("handshake_port", "notify_port"), "moriio_write": ("handshake_port", "notify_port"),
         }.get(self.connector, ())  # fmt: skip
         return {"connector": dict.fromkeys(names, port)} if names else {}
@@ -84,12 +90,12 @@ class Engines:
                     samples, left = await gateway.metrics(), await self.held()
                     stranded = samples.value("tokenpipe_pd_stranded_total")
                     busy = samples.value("tokenpipe_pd_release_inflight")
-                    busy += sum(v for n, _, v in samples if n in ("tokenpipe_requests_in_flight", "tokenpipe_backend_in_flight"))
+                    busy += sum(v for n, _, v in samples if n in LOADS)
                     if not busy and left <= stranded and not any(mock.running or mock.waiting for mock in self.all):
                         break
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            told = [s for s in samples if s[2] and s[0].startswith(("tokenpipe_pd", "tokenpipe_requests_in", "tokenpipe_backend_in"))]
+            told = [s for s in samples if s[2] and (s[0] in LOADS or s[0].startswith("tokenpipe_pd"))]
             states = await self.states(self.all)
             raise AssertionError(f"held {left}, {told}, {states}, running {[m.running for m in self.all]}") from None
         gateway.check_tidy()
