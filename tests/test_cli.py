@@ -111,7 +111,7 @@ def test_help_is_fast() -> None:
         (["mock", "--set", "eol=crl"], "tokenpipe: --set: eol: found 'crl'; expected lf or crlf or cr"),
         (["mock", "--set", "max_num_seq=1"], "tokenpipe: --set: max_num_seq: unknown knob; the nearest is max_num_seqs"),
         (["mock", "--role", "d"], "tokenpipe: --role: 'd' is not a role: both, prefill, decode, encode is expected"),
-        (["mock", "--connector", "nixi"], "tokenpipe: --connector: 'nixi' is not there: " + ", ".join(CONNECTORS) + " is expected"),
+        (["mock", "--connector", "x"], f"tokenpipe: --connector: 'x' is not there: {', '.join(CONNECTORS)} is expected"),
         (["mock", "--workers", "2"], "tokenpipe: --workers: found 2; this version runs one process: expected 1"),
     ],
 )
