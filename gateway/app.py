@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import random
@@ -27,24 +28,26 @@ from gateway import config as configuration
 from gateway.config import Config
 from gateway.control import systemd
 from gateway.control.admin import admin_app
+from gateway.control.disagg import engine_of, pair_settings
 from gateway.control.discovery.owner import Discovery, Followed, failed
 from gateway.control.fleet import fleet_routes
 from gateway.control.membership import Entry, Membership, origin_of
+from gateway.control.metaserver import PATH, Metaserver
 from gateway.control.modelpages import ModelPages
+from gateway.control.modelrules import classes_of, hedges, model_rules, second_tries
 from gateway.control.operator import Operator
 from gateway.control.probes import Probes, ProbeSettings
 from gateway.control.reload import member_of_body, membership_settings, server_tls, sources_of, static_members
 from gateway.core.admission import Admission
 from gateway.core.affinity import Keys
 from gateway.core.backend import Backend, HealthSettings
+from gateway.core.disagg.base import OWNED_FIELDS
 from gateway.core.exchange import Observer
-from gateway.core.hedging import Hedge
 from gateway.core.inspection import Inspector, TokenRules
 from gateway.core.members import Member, Place
-from gateway.core.models import Models, Rule, Target, Way
+from gateway.core.models import Models, Way
 from gateway.core.outcome import Outcome
 from gateway.core.pool import Pool
-from gateway.core.priority import Classes
 from gateway.core.retry import Retries, RetrySettings
 from gateway.core.routing import Paths
 from gateway.errors import ConfigError, Ended, GatewayError
@@ -115,6 +118,8 @@ class App:
         self._fronts: list[Server] = []
         self._files: list[listen.SocketFile] = []
         self._admin: web.AppRunner | None = None
+        self._metaserver: Metaserver | None = None
+        self._callback = ""  # its URL
         self._unserved: frozenset[tuple[str, str]] = frozenset()  # that the log has told of
 
     async def run(self) -> int:
@@ -174,9 +179,12 @@ class App:
             Admission(config.limits.in_flight, config.limits.queue, time.monotonic),
             Retries(_retry(config)),
             observer,
+            self.metrics.pairs,
             B_TPOT,
             ModelPages(models, self.probes, int(time.time())).page,
         )
+        await self._start_metaserver(config)
+        self.metrics.pairs.inflight = lambda: self.gateway.pairs.releases.busy
         self.membership = Membership(self._put_members)
         self.discovery = Discovery(self.membership.snapshot, random.random)
         self._signals()
@@ -207,6 +215,14 @@ class App:
                 return
             await asyncio.sleep(0.01)
 
+    async def _start_metaserver(self, config: Config) -> None:
+        meta = config.disaggregation.metaserver
+        if meta.listen is not None:
+            sock = self._bind(meta.listen)
+            self._callback = (meta.url or listen.url("http", sock)) + PATH
+            self._metaserver = Metaserver(self.gateway.pairs.called_back, sock)
+            await self._metaserver.start()
+
     def _configure_members(self, config: Config, staged: Sequence[Followed]) -> None:
         """Raises ConfigError, and then nothing has changed."""
         fallback = None
@@ -218,12 +234,17 @@ class App:
         self.discovery.commit(staged)
 
     def _put_members(self, entries: Collection[Entry]) -> None:
-        """A new list of backends, for all who go by it. An engine that only prefills is never picked for a whole request."""
-        gateway = self.gateway
-        backends = [e.backend for e in entries if e.backend.role != "prefill"]
-        affinity = self.config.affinity
-        gateway.fleet.models.apply(backends, self.config.balance, affinity.load_factor, _model_rules(self.config))
-        gateway.fleet.connections = {e.member.name: e.connections for e in entries}
+        """A new list of backends, for all who go by it."""
+        gateway, config = self.gateway, self.config
+        gateway.fleet.apply(
+            [e.backend for e in entries],
+            {e.member.name: e.connections for e in entries},
+            {e.member.name: engine_of(e.member) for e in entries if e.member.role != "both"},
+            config.balance,
+            config.affinity.load_factor,
+            model_rules(config.models, config.limits.priority),
+        )
+        gateway.policy = self._policy(config)
         gateway.admission.wake()
         self.probes.watch([e.target for e in entries], _probing(self.config))
         self._tell_unserved(gateway.fleet.models)
@@ -231,7 +252,7 @@ class App:
     def _learn_models(self) -> None:
         """Some backend's list of models has changed."""
         models = self.gateway.fleet.models
-        models.learn()
+        self.gateway.fleet.learn()
         self.gateway.admission.wake()
         self._tell_unserved(models)
 
@@ -320,7 +341,7 @@ class App:
         await self._accept_last()
         while time.monotonic() < deadline and not self._at_once.is_set():
             waiting = self._close_idle()
-            if not gateway.live and not waiting:
+            if not gateway.live and not gateway.pairs.releases.busy and not waiting:
                 break
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.02):
@@ -377,6 +398,8 @@ class App:
         await self._part_from_clients()
         if self._admin is not None:
             await self._admin.cleanup()
+        if self._metaserver is not None:
+            await self._metaserver.stop()
         if self._synthetic is not None:
             await self._synthetic.stop()
         await self._tasks.stop()
@@ -426,6 +449,7 @@ class App:
             "mock": (old.mock, config.mock),
             "metrics": (old.metrics, config.metrics),
             "log.access": (old.log.access, config.log.access),
+            "disaggregation.metaserver": (old.disaggregation.metaserver, config.disaggregation.metaserver),
             "log.format": (old.log.format, config.log.format),
         }
         changed = [key for key, (before, now) in fixed.items() if before != now]
@@ -443,7 +467,7 @@ class App:
         except ConfigError:
             self.config = before
             raise
-        gateway.policy = _policy(config)
+        gateway.policy = self._policy(config)
         gateway.retries.settings = _retry(config)
         gateway.admission.limit, gateway.admission.queue_limit = config.limits.in_flight, config.limits.queue
         for front in self._fronts:
@@ -465,6 +489,15 @@ class App:
     def _known_models(self) -> frozenset[str]:
         leaving = {model for entry in self.membership.leaving for model in entry.backend.models or ()}
         return self.gateway.fleet.models.names | leaving
+
+    def _policy(self, config: Config) -> Policy:
+        """What the operator decided, for the backends that there are."""
+        policy = _policy(config)
+        if not self.gateway.fleet.disaggregated:
+            return policy
+        return dataclasses.replace(
+            policy, pairs=pair_settings(config.disaggregation, self._callback), without=OWNED_FIELDS, looks=True
+        )
 
     def _backend_samples(self) -> Iterable[BackendSample]:
         """One a name: what drains is added to the backend that has its name now, if there is one."""
@@ -520,40 +553,13 @@ def _policy(config: Config) -> Policy:
         receipt=config.headers.receipt,
         comment=comment,
         coalesce=(config.coalesce.delay, config.coalesce.bytes) if config.coalesce.delay is not None else None,
-        classes=_classes(config),
+        classes=classes_of(config.limits.priority),
         step=deadlines.shortest(comment),
-        hedges=_hedges(config) or None,
+        hedges=hedges(config.models) or None,
         migrations={name: m.migrate.attempts for name, m in config.models.items() if m.migrate is not None} or None,
         keys=Keys(config.affinity.by, config.affinity.header) if config.balance == "affinity" else None,
-        looks=bool(watched) or _second_tries(config) or tokens != TokenRules() or config.usage == "inject",
+        looks=bool(watched) or second_tries(config.models) or tokens != TokenRules() or config.usage == "inject",
     )
-
-
-def _classes(config: Config) -> Classes:
-    priority = config.limits.priority
-    return Classes(priority.classes, priority.default, priority.header)
-
-
-def _model_rules(config: Config) -> dict[str, Rule]:
-    classes = _classes(config)
-    return {
-        name: Rule(
-            tuple(Target(target.model, target.weight, target.fallback) for target in one.route_to or ()),
-            one.in_flight,
-            None if one.priority is None else classes.rank_of(one.priority),
-        )
-        for name, one in config.models.items()
-    }
-
-
-def _second_tries(config: Config) -> bool:
-    """Whether a model asks for some: then a body is looked into, for its model, and held as far as it can be sent again."""
-    return any(model.hedge is not None or model.migrate is not None for model in config.models.values())
-
-
-def _hedges(config: Config) -> dict[str, Hedge]:
-    rules = {name: model.hedge for name, model in config.models.items()}
-    return {name: Hedge(rule.after, rule.unstreamed) for name, rule in rules.items() if rule is not None}
 
 
 def _client_settings(config: Config) -> ClientSettings:

@@ -16,12 +16,13 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import click
 
 from gateway import __version__
 from gateway.errors import ConfigError, GatewayError
+from gateway.flags import ANY, CommandOfSeveral
 from gateway.loadtest.options import LoadtestCommand, loadtest_options
 
 _CONFIG = click.Path(path_type=Path)  # whether it can be read is for the loader to say, in its own words
@@ -59,13 +60,41 @@ def _serve_options(command: _Command) -> _Command:
         click.option("--workers", type=int, metavar="N", help="Processes that relay; this version knows 1 only.  [1]"),
         click.option("--log-level", metavar="debug|info|warning|error", help="The least that is logged.  [info]"),
         click.option("--log-format", metavar="text|json", help="How a line of the log looks.  [text]"),
+        # as vLLM Ascend's load_balance_proxy_server_example.py has them, and vLLM's own examples
+        click.option(
+            "--prefiller-hosts",
+            "--prefiller-host",
+            metavar="HOST...",
+            multiple=True,
+            help="Engines that only prefill; one or more after the flag.  [localhost]",
+        ),
+        click.option("--prefiller-ports", "--prefiller-port", type=int, metavar="PORT...", multiple=True, help="[8001]"),
+        click.option(
+            "--decoder-hosts",
+            "--decoder-host",
+            metavar="HOST...",
+            multiple=True,
+            help="Engines that decode what those prefilled.  [localhost]",
+        ),
+        click.option("--decoder-ports", "--decoder-port", type=int, metavar="PORT...", multiple=True, help="[8002]"),
+        click.option("--kv-connector", metavar="NAME", help="How KV goes from one to the other.  [nixl]"),
+        click.option("--max-retries", type=int, metavar="N", help="Attempts at one request (retry.attempts).  [2]"),
+        click.option("--retry-delay", type=float, hidden=True, expose_value=False),  # another attempt goes elsewhere, at once
+        click.option("--max-waiting-retries", type=int, hidden=True, expose_value=False),  # health probes go on for ever
+        click.option("--waiting-retry-interval", type=float, hidden=True, expose_value=False),
     )
     for option in reversed(options):
         command = option(command)
     return command
 
 
-@cli.command()
+class _Serve(CommandOfSeveral):
+    several: ClassVar = {
+        f"--{side}r-{what}": ANY for side in ("prefille", "decode") for what in ("host", "hosts", "port", "ports")
+    }
+
+
+@cli.command(cls=_Serve)
 @click.option("-c", "--config", "config_path", type=_CONFIG, metavar="FILE", help="The configuration, in YAML.")
 @_serve_options
 def serve(config_path: Path | None, **flags: Any) -> int:
@@ -78,6 +107,10 @@ def serve(config_path: Path | None, **flags: Any) -> int:
     Examples:
       tokenpipe serve --backend http://10.0.0.1:8000 --backend http://10.0.0.2:8000
       tokenpipe serve -c /etc/tokenpipe.yaml --log-format json
+      tokenpipe serve --prefiller-hosts 10.0.0.1 10.0.0.2 --prefiller-ports 8100 8100 \\
+        --decoder-hosts 10.0.0.3 --decoder-ports 8200 --kv-connector nixl
+
+    The last one is disaggregated prefill and decode, with the command line of vLLM Ascend's example proxy.
 
     SIGTERM or SIGINT: no new requests, and those under way are let finish; a second one stops at once. SIGHUP reads the
     configuration again.
@@ -126,8 +159,8 @@ def check(config_path: Path) -> int:
 @click.option("--seed", type=int, metavar="N", default=0, show_default=True, help="The same seed, the same answers.")
 @click.option("--fault", metavar="WHAT", multiple=True, help="Something that goes wrong. Repeat it for more.")
 @click.option("--set", "knobs", metavar="KNOB=VALUE", multiple=True, help="Anything else about it. Repeat it for more.")
-@click.option("--role", metavar="both|prefill|decode", default="both", show_default=True, help="What it does with KV.")
-@click.option("--connector", metavar="NAME", help="How KV moves.  [nixl, with a role of one half]")
+@click.option("--role", metavar="ROLE", default="both", show_default=True, help="prefill, decode, encode or both.")
+@click.option("--connector", metavar="NAME", help="How KV moves, as deploy/mock.md lists.  [nixl, with a role of one half]")
 @click.option("--replay", metavar="FOLDER", help="Recorded answers, for `replay=NAME`.")
 @click.option("--workers", type=int, metavar="N", default=1, help="Processes. This version has one.  [1]")
 def mock(knobs: tuple[str, ...], workers: int, **settings: Any) -> int:
@@ -141,7 +174,8 @@ def mock(knobs: tuple[str, ...], workers: int, **settings: Any) -> int:
 
     \b
       endings  refuse, down:SECONDS, hang, reset, close, eof_clean, eof_trunc, bad_chunk,
-               error_event[:CODE], error_cut[:CODE], abort, half_event, half_done, engine_death
+               error_event[:CODE], error_cut[:CODE], abort, recomputed, half_event, half_done,
+               engine_death
       delays   stall:MS, trickle:BYTES, cpu:MS, slow_read:BYTES
       heads    status:CODE, ct:VALUE, ct_missing, ce:VALUE, early_hints, big_header:BYTES,
                many_cookies:COUNT, head_garbage, http09, cl_short, cl_long, te_and_cl, trailer
@@ -158,6 +192,7 @@ def mock(knobs: tuple[str, ...], workers: int, **settings: Any) -> int:
       tokenpipe mock --port 8001 --ttft lognormal:0.2:0.5 --itl 0.01 --tokens 256
       tokenpipe mock --set max_num_seqs=8 --set slowdown=0.05 --fault reset@token:1-200:0.01
       tokenpipe mock --role prefill --port 8001
+      tokenpipe mock --role decode --connector mooncake --port 8002
     """
     from gateway.synthetic.behaviour import pairs
     from gateway.synthetic.server import run as run_mock

@@ -27,6 +27,7 @@ from gateway.configbackends import (
     named,
     tls_clashes,
 )
+from gateway.configdisagg import Disaggregation, backends_of_flags, disagg_clashes
 from gateway.configfile import BadValue, Complaints, Node, Reader, compose, describe, get, put, substitute
 from gateway.configmodels import ModelConfig, Priority, model_clashes, priority_clashes, unserved_clashes
 from gateway.configvalues import Address as Address
@@ -75,14 +76,6 @@ class Affinity(Section, frozen=True):
     by: list[Literal["header", "user", "prefix"]] = msgspec.field(default_factory=lambda: ["header", "user", "prefix"])
     header: FieldName = "x-session-id"
     load_factor: Factor = 1.25
-
-
-class Disaggregation(Section, frozen=True):
-    connector: Text = "nixl"
-    min_prompt_bytes: CountOrZero = 0
-    hold: Seconds = 30.0
-    release: Text = "auto"
-    local_decode_fallback: bool = False
 
 
 class Timeouts(Section, frozen=True):
@@ -252,11 +245,6 @@ class Config(Section, frozen=True):
 NOT_YET: Mapping[str, tuple[object, ...]] = {
     "workers": (1,),
     **{f"backends.{key}": values for key, values in NOT_YET_OF_BACKENDS.items()},
-    "disaggregation.connector": ("nixl",),
-    "disaggregation.min_prompt_bytes": (0,),
-    "disaggregation.hold": (30.0,),
-    "disaggregation.release": ("auto",),
-    "disaggregation.local_decode_fallback": (False,),
     "auth.keys_file": (None,),
     "rate_limits.store": ("memory",),
     "tracing.otlp_endpoint": (None,),
@@ -317,6 +305,7 @@ _CLASHES: tuple[tuple[tuple[str, ...], Callable[[Config], Iterator[Clash]]], ...
     (("listen", "admin"), _listeners),
     (("tls",), _tls),
     (("backends",), lambda config: backend_clashes(config.backends)),
+    (("backends", "disaggregation"), lambda config: disagg_clashes(config.disaggregation, config.backends)),
     (("discovery",), lambda config: discovery_clashes(config.discovery)),
     (("limits",), _max_tokens),
     (("limits",), lambda config: priority_clashes(config.limits.priority)),
@@ -331,6 +320,8 @@ _FLAGS: Mapping[str, tuple[str, ...]] = {
     "workers": ("workers",),
     "log_level": ("log", "level"),
     "log_format": ("log", "format"),
+    "kv_connector": ("disaggregation", "connector"),
+    "max_retries": ("retry", "attempts"),
 }
 _LISTENERS: Mapping[str, tuple[tuple[str, ...], Address]] = {
     "": (("listen",), Config().listen[0]),
@@ -356,12 +347,20 @@ def _override(root: Node, overrides: Mapping[str, object], environ: Mapping[str,
             else:
                 root = put(root, keys, Node(address, origin, literal=True))
     urls = given.pop("backend", None)
-    if isinstance(urls, list | tuple):
-        nodes = [Node({"url": Node(url, "--backend", literal=True)}, "--backend") for url in urls]
-        root = put(root, ("backends",), Node(nodes, "--backend"))
+    nodes = [Node({"url": Node(url, "--backend", literal=True)}, "--backend") for url in _several(urls)]
+    nodes += backends_of_flags(given, complaints)
+    if nodes:
+        root = put(root, ("backends",), Node(nodes, nodes[0].origin))
+    level = given.get("log_level")
+    if isinstance(level, str):  # Python's names, as other proxies take them
+        given["log_level"] = {"critical": "error"}.get(level.lower(), level.lower())
     for name, value in given.items():
         root = put(root, _FLAGS[name], Node(value, flag(name), literal=True))
     return root
+
+
+def _several(value: object) -> list[object]:
+    return list(value) if isinstance(value, list | tuple) else []
 
 
 def _listener(node: Node | None, default: Address, host: object, port: object, environ: Mapping[str, str]) -> str:
@@ -389,7 +388,8 @@ def load(
 ) -> Config:
     """The configuration of a file, or of none, with the flags of `serve` over it. Raises ConfigError with all that is
     wrong, one a line. `overrides` has the flags by their parameters' names: host, port, admin_host, admin_port,
-    backend (a sequence), workers, log_level, log_format."""
+    backend (a sequence), workers, log_level, log_format, those of `configdisagg.FLAGS` (sequences), kv_connector,
+    max_retries."""
     complaints = Complaints()
     root = Node({}, "") if path is None else compose(path, complaints)
     root = _override(root, overrides, environ, complaints)

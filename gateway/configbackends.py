@@ -1,7 +1,7 @@
 """Backends as they are written: in the configuration, in files that are watched, and in what the admin API is sent.
 
 The structs are sections of `config.Config`, and what is read elsewhere is held to the same rules by the same reader. A
-file may also be one of Prometheus's file_sd, of which the targets are taken, and of the labels `__scheme__`.
+file may also be one of Prometheus's file_sd, of which the targets are taken, and of the labels `__scheme__` and `role`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from gateway.configvalues import (
     File,
     FileName,
     FilePattern,
+    Host,
     KubernetesName,
     KubernetesPort,
     ModelName,
@@ -40,8 +41,10 @@ from gateway.errors import ConfigError
 
 Clash: TypeAlias = tuple[str, str, str]  # key path, found, expected
 
+Role: TypeAlias = Literal["both", "prefill", "decode"]
+
 # Keys of a backend of which this version knows only these values.
-NOT_YET: Mapping[str, tuple[object, ...]] = {"role": ("both",)}
+NOT_YET: Mapping[str, tuple[object, ...]] = {}
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,15 +58,28 @@ class BackendTls(Section, frozen=True):
     verify: bool = True
 
 
+class KvConnector(Section, frozen=True):
+    """What connectors must know of an engine of the role prefill or decode."""
+
+    kv_host: Host | None = None  # the URL's
+    kv_port: Port | None = None
+    bootstrap_port: Port | None = 8998
+    handshake_port: Port | None = None
+    notify_port: Port | None = None
+    dp_size: Annotated[int, whole(1, 65536)] = 1
+    tp_size: Annotated[int, whole(1, 65536)] = 1
+
+
 class BackendConfig(Section, frozen=True):
     url: Url
     name: Name = ""  # filled in from the URL where left out
     models: Annotated[list[ModelName], OneOrMany("the name of a model, or a list of them")] | None = None
-    role: Literal["both", "prefill", "decode"] = "both"
+    role: Role = "both"
     weight: Annotated[int, whole(1, 65535)] = 1
     max_in_flight: Count | None = None
     api_key_file: SecretFile | None = None
     tls: BackendTls = BackendTls()
+    connector: KvConnector = KvConnector()
 
     @property
     def scheme(self) -> str:
@@ -78,6 +94,7 @@ class Found(Section, frozen=True):
     """What is said of all backends that one look-up finds."""
 
     scheme: Literal["http", "https"] = "http"
+    role: Role = "both"
     max_in_flight: Count | None = None
     api_key_file: SecretFile | None = None
     tls: BackendTls = BackendTls()
@@ -135,6 +152,10 @@ def backend_clashes(backends: Sequence[BackendConfig], path: str = "backends") -
         yield from tls_clashes(f"{path}[{index}].tls", backend.tls)
         if backend.tls != BackendTls() and backend.scheme != "https":
             yield f"{path}[{index}].tls", f"found TLS settings beside {backend.url}", "an https URL, or none of them"
+        if backend.connector != KvConnector() and backend.role == "both":
+            yield f"{path}[{index}].connector", "found it beside role: both", "role: prefill or decode, or none of it"
+        if backend.role != "both" and backend.scheme == "unix":
+            yield f"{path}[{index}].url", f"found a Unix socket beside role: {backend.role}", "an address that engines reach"
         first = seen.setdefault(backend.name, index)
         if first != index:
             yield f"{path}[{index}].name", f"found {backend.name}, as {path}[{first}] is named", "a name of its own"
@@ -199,8 +220,9 @@ def _of_group(reader: Reader, node: Node, path: str) -> list[Any]:
     if not isinstance(group, _Group):
         return []
     scheme = group.labels.get("__scheme__", "http")
+    role = {"role": node.value["labels"].value["role"]} if "role" in group.labels else {}
     urls = [
-        Node({"url": Node(f"{scheme}://{target}", item.origin, literal=True)}, item.origin)
+        Node({"url": Node(f"{scheme}://{target}", item.origin, literal=True), **role}, item.origin)
         for target, item in zip(group.targets, node.value["targets"].value, strict=False)
     ]
     return [reader.read(BackendConfig, url, join(f"{path}.targets", index)) for index, url in enumerate(urls)]

@@ -275,6 +275,12 @@ def _dns_name(value: Any) -> str:
     return value.lower()
 
 
+def _host(value: Any) -> str:
+    if not isinstance(value, str) or not is_host(value.strip("[]")):
+        raise BadValue
+    return value.strip("[]").lower()
+
+
 def _is_ip(text: str) -> bool:
     try:
         ipaddress.ip_address(text)
@@ -335,6 +341,7 @@ FileName: TypeAlias = Annotated[str, Rule("the name of a file", _file_name, file
 FilePattern: TypeAlias = Annotated[
     str, Rule("the name of a file, or a pattern of names, as DIR/*.json", _file_pattern, file=True)
 ]
+Host: TypeAlias = Annotated[str, Rule("a host name or an IP address", _host)]
 DnsName: TypeAlias = Annotated[str, Rule("a DNS name", _dns_name)]
 DnsServer: TypeAlias = Annotated[Address, Rule("the IP address of a DNS server, with or without :PORT", _dns_server)]
 KubernetesName: TypeAlias = Annotated[

@@ -18,6 +18,7 @@ from gateway.cli import run
 from gateway.config import Config
 from gateway.errors import GatewayError, Refusal
 from gateway.synthetic.faults import CATALOGUE
+from gateway.synthetic.settings import CONNECTORS
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("serve", "check", "mock", "loadtest")
@@ -109,8 +110,8 @@ def test_help_is_fast() -> None:
         (["mock", "--set", "eol"], "tokenpipe: --set: 'eol' is not KNOB=VALUE"),
         (["mock", "--set", "eol=crl"], "tokenpipe: --set: eol: found 'crl'; expected lf or crlf or cr"),
         (["mock", "--set", "max_num_seq=1"], "tokenpipe: --set: max_num_seq: unknown knob; the nearest is max_num_seqs"),
-        (["mock", "--role", "decoder"], "tokenpipe: --role: 'decoder' is not a role: both, prefill, decode is expected"),
-        (["mock", "--connector", "mooncake"], "tokenpipe: --connector: 'mooncake' is not there: nixl is expected"),
+        (["mock", "--role", "d"], "tokenpipe: --role: 'd' is not a role: both, prefill, decode, encode is expected"),
+        (["mock", "--connector", "x"], f"tokenpipe: --connector: 'x' is not there: {', '.join(CONNECTORS)} is expected"),
         (["mock", "--workers", "2"], "tokenpipe: --workers: found 2; this version runs one process: expected 1"),
     ],
 )

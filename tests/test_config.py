@@ -68,9 +68,18 @@ DEFAULTS: dict[str, Any] = {
     "disaggregation": {
         "connector": "nixl",
         "min_prompt_bytes": 0,
+        "prefill_timeout": None,
         "hold": 30,
         "release": "auto",
+        "release_timeout": 30,
+        "release_cap": 4,
+        "admission_grace": 5,
+        "abort_unsafe": False,
         "local_decode_fallback": False,
+        "tool_choice": "bypass",
+        "list_prompts": "bypass",
+        "metaserver": {"listen": None, "url": None},
+        "override_remote_host": False,
     },
     "timeouts": {
         "request_header": 30,
@@ -123,6 +132,15 @@ BACKEND_DEFAULTS: dict[str, Any] = {
     "max_in_flight": None,
     "api_key_file": None,
     "tls": {"ca": None, "certificate": None, "key": None, "verify": True},
+    "connector": {
+        "kv_host": None,
+        "kv_port": None,
+        "bootstrap_port": 8998,
+        "handshake_port": None,
+        "notify_port": None,
+        "dp_size": 1,
+        "tp_size": 1,
+    },
 }
 
 
@@ -364,7 +382,7 @@ URL = "expected http://HOST[:PORT], https://HOST[:PORT] or unix:/PATH"
         ("discovery: {kubernetes: {service: a, port: H}}", "port: found 'H'; expected a port of the service's endpoints"),
         (
             "discovery: {kubernetes: {service: a, selector: b}}",
-            "selector: unknown key; expected one of scheme, max_in_flight, api_key_file, tls, service, namespace, port,",
+            "selector: unknown key; expected one of scheme, role, max_in_flight, api_key_file, tls, service, namespace, port,",
         ),
         (
             "listen: 0.0.0.0:9400",
@@ -428,19 +446,6 @@ def test_a_long_value_is_cut(complaint: Complain) -> None:
 
 REFUSED: list[tuple[str, str]] = [
     ("workers: 4", "workers: 4 is not supported by this version; expected 1"),
-    (
-        "backends: [{url: 'http://a', role: prefill}]",
-        "backends[0].role: 'prefill' is not supported by this version; expected",
-    ),
-    (
-        "backends: [{url: 'http://a', role: decode}]",
-        "backends[0].role: 'decode' is not supported by this version; expected",
-    ),
-    ("disaggregation: {connector: mooncake}", "disaggregation.connector: 'mooncake' is not supported by this version"),
-    ("disaggregation: {min_prompt_bytes: 1}", "disaggregation.min_prompt_bytes: 1 is not supported by this version"),
-    ("disaggregation: {hold: 3}", "disaggregation.hold: 3.0 is not supported by this version; expected 30"),
-    ("disaggregation: {release: never}", "disaggregation.release: 'never' is not supported by this version; expected"),
-    ("disaggregation: {local_decode_fallback: true}", "disaggregation.local_decode_fallback: true is not supported by"),
     ("auth: {keys_file: keys}", "auth.keys_file: 'keys' is not supported by this version; expected null"),
     ("rate_limits: {store: 'redis://a'}", "rate_limits.store: 'redis://a' is not supported by this version; expected"),
     (
@@ -885,3 +890,83 @@ def _paths(value: Any, path: str = "") -> list[str]:
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return [found for item in value for found in _paths(item, f"{path}[]")]
     return [path]
+
+
+# ---- disaggregation, and the flags of other proxies for it
+
+
+PROXY = {
+    "prefiller_hosts": ("10.0.0.1", "::1"),
+    "prefiller_ports": (8100, 8101),
+    "decoder_hosts": ("decode.test",),
+    "decoder_ports": (8200,),
+}
+
+
+def test_the_flags_of_a_proxy(loaded: Load) -> None:
+    config = loaded("backends: [{url: 'http://old'}]", {**PROXY, "kv_connector": "nixl", "max_retries": 4, "log_level": "INFO"})
+    assert [(one.url, one.name, one.role) for one in config.backends] == [
+        ("http://10.0.0.1:8100", "10.0.0.1:8100", "prefill"),
+        ("http://[::1]:8101", "[::1]:8101", "prefill"),
+        ("http://decode.test:8200", "decode.test:8200", "decode"),
+    ]
+    assert (config.retry.attempts, config.log.level, config.disaggregation.connector) == (4, "info", "nixl")
+
+
+def test_a_proxys_defaults(loaded: Load) -> None:
+    """What is left out stands as in vLLM Ascend's proxy; --backend adds an ordinary one."""
+    config = loaded("{}", {"prefiller_ports": (9100, 9101), "backend": ("http://a:1",)})
+    assert [(one.name, one.role) for one in config.backends] == [
+        ("a:1", "both"), ("localhost:9100", "prefill"), ("localhost:9101", "prefill"), ("localhost:8002", "decode"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({**PROXY, "prefiller_ports": (1,)}, "--prefiller-hosts --prefiller-ports: backends: found 2 host(s) and 1 port(s)"),
+        ({**PROXY, "decoder_hosts": ("a b",)}, "--decoder-hosts --decoder-ports: backends[2].url: found 'http://a b:8200'"),
+        ({**PROXY, "decoder_ports": (0,)}, "expected a port from 1 to 65535 after the host"),
+        ({**PROXY, "kv_connector": "teleport"}, "--kv-connector: disaggregation.connector: found 'teleport'; expected "),
+        ({**PROXY, "decoder_hosts": ("::1",), "decoder_ports": (8101,)}, "backends[2].name: found [::1]:8101, as backends[1]"),
+    ],
+)
+def test_flags_of_a_proxy_that_cannot_be(loaded: Load, flags: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as said:
+        loaded("{}", flags)
+    assert expected in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{connector: teleport}", "connector: found 'teleport'; expected nixl, nixl_push, "),
+        ("{min_prompt_bytes: -1}", "min_prompt_bytes: found -1; expected a whole number from 0"),
+        ("{hold: 0}", "hold: found 0; expected a positive number of seconds"),
+        ("{release: sometimes}", "release: found 'sometimes'; expected auto, always or never"),
+        ("{release_cap: 0}", "release_cap: found 0; expected a whole number from 1"),
+        ("{local_decode_fallback: 1}", "local_decode_fallback: found 1; expected true or false"),
+        ("{holds: 3}", "holds: unknown key; the nearest known key is disaggregation.hold"),
+    ],
+)
+def test_disaggregation_is_read_strictly(complaint: Complain, text: str, expected: str) -> None:
+    assert complaint(f"disaggregation: {text}").startswith(f"FILE, line 1: disaggregation.{expected}")
+
+
+@pytest.mark.parametrize(
+    ("connector", "backend", "expected"),
+    [
+        ("p2p_nccl", "role: prefill", "backends[0].connector.kv_port: found nothing; expected a port, for connector p2p_nccl"),
+        ("moriio_read", "role: decode, connector: {handshake_port: 1}", "backends[0].connector.notify_port: found nothing"),
+        ("nixl", "connector: {kv_port: 1}", "backends[0].connector: found it beside role: both"),
+        ("nixl", "role: decode, connector: {kv_port: 0}", "backends[0].connector.kv_port: found 0; expected a port from 1"),
+    ],
+)
+def test_what_a_connector_must_know(complaint: Complain, connector: str, backend: str, expected: str) -> None:
+    said = complaint(f"disaggregation: {{connector: {connector}}}\nbackends: [{{url: 'http://a', {backend}}}]")
+    assert expected in said
+
+
+def test_engines_that_serve_nothing_alone(complaint: Complain) -> None:
+    said = complaint("disaggregation: {connector: sglang, local_decode_fallback: true}")
+    assert said.startswith("FILE, line 1: disaggregation.local_decode_fallback: found true; expected false")

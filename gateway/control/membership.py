@@ -188,7 +188,7 @@ class Membership:
     def _drain(self, entry: Entry) -> None:
         backend = entry.backend
         backend.draining = True
-        if backend.in_flight:
+        if backend.busy:
             self.leaving.append(entry)
             backend.emptied = lambda: self._gone(entry)
 

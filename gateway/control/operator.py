@@ -42,7 +42,7 @@ class Operator:
     def ready(self) -> str | None:
         if self._gateway.draining:
             return "draining"
-        return None if self._gateway.fleet.pool.routable else "no backend can be reached"
+        return None if self._gateway.fleet.routable else "no backend can be reached"
 
     def backends(self) -> list[dict[str, Any]]:
         return [described(entry) for entry in self._membership.everyone]

@@ -8,6 +8,8 @@ import ssl
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from gateway import configbackends, tlscontexts
 from gateway.config import Config
 from gateway.configbackends import BackendConfig, BackendTls, Dns, Found, Kubernetes
@@ -24,7 +26,7 @@ from gateway.control.discovery.kubernetes import (
 from gateway.control.membership import Settings
 from gateway.core.breaker import BreakerSettings
 from gateway.core.caution import CautionSettings
-from gateway.core.members import Member, Place, Tls
+from gateway.core.members import Kv, Member, Place, Tls
 from gateway.errors import ConfigError
 from gateway.net.upstream import PoolSettings
 
@@ -34,6 +36,7 @@ def member_of(one: BackendConfig) -> Member:
         one.name,
         Place(one.url),
         role=one.role,
+        kv=Kv(**msgspec.structs.asdict(one.connector)),
         weight=one.weight,
         max_in_flight=one.max_in_flight,
         credential=_credential(one.api_key_file),
@@ -127,7 +130,7 @@ def _kubernetes(one: Kubernetes, environ: Mapping[str, str], in_cluster: Path) -
 
 
 def _common(one: Found) -> Common:
-    return Common(one.scheme, one.max_in_flight, _credential(one.api_key_file), _tls(one.tls))
+    return Common(one.scheme, one.role, one.max_in_flight, _credential(one.api_key_file), _tls(one.tls))
 
 
 def _credential(secret: Secret | None) -> bytes | None:

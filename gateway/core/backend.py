@@ -21,7 +21,7 @@ from typing import NamedTuple
 from gateway.core.breaker import Breaker, BreakerSettings
 from gateway.core.breaker import State as BreakerState
 from gateway.core.caution import Caution, CautionSettings, Silence
-from gateway.core.load import FOLLOWED, REQUEST, EngineLoad, Penalty
+from gateway.core.load import FOLLOWED, HELD, REQUEST, EngineLoad, Penalty
 
 
 class Health(enum.StrEnum):
@@ -54,6 +54,8 @@ class Backend:
         "emptied",
         "engine",
         "health",
+        "held",
+        "holds",
         "in_flight",
         "max_in_flight",
         "models",
@@ -84,6 +86,7 @@ class Backend:
         self.told = False  # ... by the operator: what it says itself is not asked
         self.in_flight = 0
         self.tokens = 0  # of the prompts that it has not read yet, as far as their size tells
+        self.held, self.holds = 0, 0  # prefilled KV that waits to be fetched: in tokens, and of so many exchanges
         self.taken = 0  # leases ever given
         self.penalty = Penalty()
         self.engine: EngineLoad | None = None  # what it said of itself, while that is fresh
@@ -161,7 +164,7 @@ class Backend:
 
     def load(self, now: float) -> float:
         """In requests (`core.load`)."""
-        load = (self.in_flight + self.tokens / REQUEST + self._beyond) * self._pressure
+        load = (self.in_flight + (self.tokens + HELD * self.held) / REQUEST + self._beyond) * self._pressure
         return load + self.penalty.at(now) if self.penalty.value else load
 
     def failed(self, now: float) -> None:
@@ -193,6 +196,17 @@ class Backend:
         caution.sent(kind, now)
         return Lease(self, self.breaker.sent(), tokens, kind, now)
 
+    def hold(self, tokens: int) -> Holding:
+        """It has prefilled a prompt of about so many tokens, whose KV a decode engine is to fetch."""
+        self.holds += 1
+        self.held += tokens
+        return Holding(self, tokens)
+
+    @property
+    def busy(self) -> bool:
+        """It is needed still, by exchanges or for what it holds."""
+        return self.in_flight > 0 or self.holds > 0
+
     def __repr__(self) -> str:
         return f"<Backend {self.name} {self.state} in_flight={self.in_flight}>"
 
@@ -223,7 +237,7 @@ class Lease:
         backend.in_flight -= 1
         if backend.in_flight < 0:
             raise AssertionError(f"{backend.name} has {backend.in_flight} exchanges in flight")
-        if not backend.in_flight and backend.emptied is not None:
+        if backend.emptied is not None and not backend.busy:
             backend.emptied()
 
     def prompt_read(self, now: float) -> None:
@@ -234,3 +248,22 @@ class Lease:
         if self._kind is not None:
             kind, self._kind = self._kind, None
             backend.caution.answered(kind, self._began, now)
+
+
+class Holding:
+    """KV that a prefill backend keeps for a decode backend; over exactly once, synchronously."""
+
+    __slots__ = ("_backend", "_tokens")
+
+    def __init__(self, backend: Backend, tokens: int):
+        self._backend: Backend | None = backend
+        self._tokens = tokens
+
+    def end(self) -> None:
+        backend, self._backend = self._backend, None
+        if backend is None:
+            raise AssertionError("what a prefill backend held was given up twice")
+        backend.holds -= 1
+        backend.held -= self._tokens
+        if backend.emptied is not None and not backend.busy:
+            backend.emptied()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import re
 
 import msgspec
@@ -18,9 +19,9 @@ class _Chunk(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Chunk).decode
 
 
-class UsageStripper:
-    """usage: inject. Takes out exactly the event that the gateway's own stream_options.include_usage brought: no choices,
-    and a usage. Any other event passes, octet for octet, as soon as it is whole."""
+class EventEditor(abc.ABC):
+    """Shows each event of a stream to `edit`, and passes on what that returns, as soon as the event is whole. One that is too
+    long to be held passes as it is."""
 
     def __init__(self) -> None:
         self._held = b""
@@ -34,8 +35,7 @@ class UsageStripper:
         for match in EVENT_END.finditer(data):
             event = data[at : match.end()]
             at = match.end()
-            if self._passing or not _is_usage(event):
-                out.append(event)
+            out.append(event if self._passing else self.edit(event))
             self._passing = False
         rest = data[at:]
         if self._passing or len(rest) > HELD_MOST:
@@ -46,11 +46,24 @@ class UsageStripper:
             self._held = rest[cut:]
         else:
             self._held = rest
-        return [b"".join(out)] if out else []
+        passed = b"".join(out)
+        return [passed] if passed else []
 
     def end(self) -> list[bytes]:
         held, self._held = self._held, b""
         return [held] if held else []
+
+    @abc.abstractmethod
+    def edit(self, event: bytes) -> bytes:
+        """One whole event, its blank line included; b"" takes it out."""
+
+
+class UsageStripper(EventEditor):
+    """usage: inject. Takes out exactly the event that the gateway's own stream_options.include_usage brought: no choices,
+    and a usage. Any other event passes, octet for octet, as soon as it is whole."""
+
+    def edit(self, event: bytes) -> bytes:
+        return b"" if _is_usage(event) else event
 
 
 def _is_usage(event: bytes) -> bool:

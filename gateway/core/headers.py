@@ -108,15 +108,20 @@ def upstream_head(
     length: int | None,
     credential: bytes | None = None,
     websocket: bool = False,
+    without: frozenset[bytes] = frozenset(),
+    fields: tuple[tuple[bytes, bytes], ...] = (),
+    method: bytes = b"",
 ) -> bytes:
     """The head of the request to the backend.
 
     `forwarding`: lines that say who the client is; None where the operator wants none, and then the client's own pass.
     `length`: of the body; None for chunks. `credential`: the backend's own Authorization, in place of the client's.
+    `without`: names of further fields that do not pass; `fields`: further ones that are put in; `method`: instead of the
+    client's.
     """
     dropped = NOT_UPSTREAM if forwarding is None else NOT_UPSTREAM | FORWARDING
-    lines = [b"%b %b HTTP/1.1\r\nHost: %b" % (head.method, target, host)]
-    named = _named_by_connection(head.named)
+    lines = [b"%b %b HTTP/1.1\r\nHost: %b" % (method or head.method, target, host)]
+    named = _named_by_connection(head.named) | without if without else _named_by_connection(head.named)
     if named or credential is not None:
         if credential is not None:
             named = named | _CREDENTIALS
@@ -129,6 +134,8 @@ def upstream_head(
         lines.append(forwarding)
     if credential is not None:
         lines.append(b"Authorization: Bearer " + credential)
+    if fields:
+        lines += [b"%b: %b" % field for field in fields]
     if length is None:
         lines.append(b"Transfer-Encoding: chunked")
     elif length or b"content-length" in head.named or head.framing is CHUNKED:

@@ -1,6 +1,6 @@
 """How much a backend has on its hands, in requests: what is known at once, and what its engine said last.
 
-    load = (in flight + unread prompts / 1024 tokens + others' + waiting) x pressure        + penalty
+    load = (in flight + (unread prompts + 0.3 x held KV) / 1024 tokens + others' + waiting) x pressure        + penalty
 
 What is in flight from here is exact and counts the moment it is sent, so that a figure which is read once a second cannot
 send everybody to the same backend until it is read again. A prompt counts until the first of the answer is here: while an
@@ -16,6 +16,9 @@ from typing import NamedTuple
 # An unread prompt of so many tokens is as bad for whoever comes next as one more request in flight: what a large GPU reads in
 # some 40 ms. Found by simulation (tests/support/simulation.py): TTFT is best from 512 to 2,048.
 REQUEST = 1024
+# Of the tokens that a prefill engine holds for others to fetch, the part that counts: they take room and no time. The share is
+# that of vLLM Ascend's load_balance_proxy_server_example.py.
+HELD = 0.3
 TOKENS_MOST = 65_536  # of one prompt: what is larger is mostly pictures, whose octets are no measure of tokens
 OCTETS = 4  # of a request's body to a token, roughly
 

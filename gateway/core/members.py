@@ -34,6 +34,18 @@ class Tls(NamedTuple):
     verify: bool = True
 
 
+class Kv(NamedTuple):
+    """Where an engine's KV connector is, as far as the operator must say so (`core.disagg.base.Engine`)."""
+
+    kv_host: str | None = None
+    kv_port: int | None = None
+    bootstrap_port: int | None = 8998
+    handshake_port: int | None = None
+    notify_port: int | None = None
+    dp_size: int = 1
+    tp_size: int = 1
+
+
 class Place(NamedTuple):
     """Where a backend is. A member that moves is another backend, with nothing known of it."""
 
@@ -52,6 +64,7 @@ class Member(NamedTuple):
     credential: bytes | None = None  # sent upstream instead of the client's own
     tls: Tls = Tls()
     models: tuple[str, ...] | None = None  # that it serves; None: as it says itself
+    kv: Kv = Kv()
 
 
 class Listed(NamedTuple):

@@ -45,8 +45,8 @@ class Meter:
     `feed` and `end` in the order of the body; `output` for an event that fits `shape`; the rest is to be read.
     Times: `first_output`, `last_output`, `first_visible`. Counts: `events` (output events), `reads` (reads that brought
     some), `choices`. Gaps between output events since the last `take_itl`, for streams of one choice only:
-    `itl_counts`, `itl_sum`, `itl_n`; and `max_gap` over the whole stream. How it ends: `finish_reason`, `terminal`,
-    `error`, `verdict`. `opaque`: it was too long to be watched, so that what it said is not known.
+    `itl_counts`, `itl_sum`, `itl_n`; and `max_gap` over the whole stream. How it ends: `finish_reason`, `recomputed`,
+    `terminal`, `error`, `verdict`. `opaque`: it was too long to be watched, so that what it said is not known.
     """
 
     __slots__ = (
@@ -83,6 +83,7 @@ class Meter:
         "least",
         "opaque",
         "prompt_tokens",
+        "recomputed",
         "shape",
         "streamed",
         "terminal",
@@ -93,6 +94,7 @@ class Meter:
         self.first_visible: float | None = None
         self.itl_counts = [0] * (len(edges) + 1)
         self.finish_reason: str | None = None
+        self.recomputed = False
         self.terminal = False
         self.error: str | None = None
         self.opaque = False
@@ -382,6 +384,7 @@ class Meter:
             self._tell_apart(reading.choices)
         if reading.finish_reason is not None and not failed(self.finish_reason):
             self.finish_reason = reading.finish_reason
+        self.recomputed = self.recomputed or reading.recomputed
         self.terminal = self.terminal or reading.terminal
         self.error = self.error or reading.error
         if reading.prompt_tokens is not None:

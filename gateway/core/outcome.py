@@ -94,6 +94,8 @@ RULINGS: dict[str, Ruling] = {
     "upstream_reset": Ruling(502, _SERVER, Outcome.UPSTREAM_RESET),
     "upstream_malformed": Ruling(502, _SERVER, Outcome.UPSTREAM_RESET),
     "stale_connection": Ruling(502, _SERVER, Outcome.UPSTREAM_RESET),
+    "pd_handoff_missing": Ruling(502, "pd_handoff_missing", Outcome.REFUSED),
+    "pd_transfer_failed": Ruling(502, "pd_transfer_failed", Outcome.REFUSED),
     "no_backend": Ruling(503, "overloaded_error", Outcome.REFUSED),
     "queue_full": Ruling(503, "overloaded_error", Outcome.REFUSED),
     "queue_timeout": Ruling(503, "overloaded_error", Outcome.REFUSED),

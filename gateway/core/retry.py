@@ -69,6 +69,10 @@ class Retries:
     def _may_spend(self, attempts: int, most: int) -> bool:
         return attempts < most and self.afford()
 
+    def another(self, attempts: int) -> bool:
+        """The same where trying again can harm nobody, whatever failed: a prompt may be prefilled twice."""
+        return self._may_spend(attempts, self.settings.attempts)
+
 
 def pause(code: str, attempts: int, chance: float) -> float:
     """Seconds until the next attempt, after so many of which the last one failed with `code`. `chance`: from 0 to 1."""

@@ -13,6 +13,8 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from gateway.flags import repeat_flags
+
 _Command = TypeVar("_Command", bound=Callable[..., int])
 
 
@@ -37,7 +39,7 @@ BACKENDS: Final = (
 )  # fmt: skip
 
 # Flags that take several words after them, as in vLLM's command line, and what such a word looks like.
-_SEVERAL: Final = {
+SEVERAL: Final = {
     "--goodput": re.compile(r"[a-z0-9]+:[0-9.]+"),
     "--header": re.compile(r"[^\s=:/-][^\s=:/]*=.*", re.DOTALL),
     "--metadata": re.compile(r"[^\s=:/-][^\s=:/]*=.*", re.DOTALL),
@@ -82,7 +84,7 @@ class LoadtestCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         known = {name for option in self.params for name in option.opts}
-        words = repeat_flags(_dashed(args, known))
+        words = repeat_flags(_dashed(args, known), SEVERAL)
         for word in words[: words.index("--")] if "--" in words else words:
             name = word.partition("=")[0]
             if name not in known and (nearest := _not_built(name)):
@@ -103,26 +105,6 @@ def _dashed(args: list[str], known: set[str]) -> list[str]:
 def _not_built(name: str) -> str:
     """What is nearest to a flag of vLLM's that is not built; nothing, if it is none."""
     return next((text for flag, text in _NOT_BUILT.items() if name == flag or (flag[-1] == "-" and name.startswith(flag))), "")
-
-
-def repeat_flags(args: list[str]) -> list[str]:
-    """Each further word of a flag that takes several gets the flag before it."""
-    repeated: list[str] = []
-    flag, taken = "", 0  # the flag whose words these are, and how many it has had
-    for position, word in enumerate(args):
-        if word == "--":
-            return repeated + args[position:]
-        name, equals, _ = word.partition("=")
-        if word.startswith("-"):
-            flag, taken = (name, int(bool(equals))) if name in _SEVERAL else ("", 0)
-        elif flag:
-            if taken and not _SEVERAL[flag].fullmatch(word):
-                flag = ""
-            elif taken:
-                repeated.append(flag)
-            taken += 1
-        repeated.append(word)
-    return repeated
 
 
 def _option(*names: str, **settings: Any) -> Callable[[_Command], _Command]:

@@ -162,7 +162,7 @@ class Attempts:
         connection = None if fresh else connections.take()
         self.observer.connection(origin.name, reused=connection is not None)
         if connection is None:
-            connection = await self._connect(call, connections, policy.timeouts.connect)
+            connection = await self.connect(call, connections, policy.timeouts.connect)
         leg.connection = connection
         exchange.phase = _WAIT
         now = exchange.sent = exchange.connected = time.monotonic()
@@ -176,6 +176,7 @@ class Attempts:
             length=upload.length,
             credential=origin.credential,
             websocket=headers.asks_for_websocket(head),
+            without=policy.without,
         )
         if upload.kept:
             answer = connection.send(octets + upload.held, head.method)
@@ -200,7 +201,7 @@ class Attempts:
         if error is not None:
             raise EngineRefused(*dialect.as_status(error))
 
-    async def _connect(self, call: Call, connections: ConnectionPool, seconds: float) -> Connection:
+    async def connect(self, call: Call, connections: ConnectionPool, seconds: float) -> Connection:
         name = connections.origin.name
         try:
             return await body.timed(

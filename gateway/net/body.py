@@ -75,6 +75,8 @@ async def read(call: Call, head: RequestHead, route: Route, needed: bool) -> Upl
     assert body is not None
     looks = _looks(policy, head, route, needed)
     whole = looks and policy.inspector.edits(route.path)
+    if policy.pairs is not None and route.path in policy.pairs.paths:
+        whole = True
     keyed = route.json and policy.keys is not None and policy.keys.asks_for_body(head.fields)
     judged = looks and policy.looks  # else only its model is asked for
     most = policy.request_body if whole else HELD_JSON if judged or keyed else HELD_OTHER

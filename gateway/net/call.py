@@ -25,6 +25,7 @@ from gateway.net.watch import NEVER, Timeouts
 
 if TYPE_CHECKING:
     from gateway.net.aim import Aim
+    from gateway.net.paired import Paired, PairSettings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Policy:
     receipt: bool = False  # headers.receipt
     comment: float | None = None  # keepalive_comment.interval
     coalesce: tuple[float, int] | None = None  # seconds, octets
+    pairs: PairSettings | None = None  # some requests are served by a prefill and a decode backend
+    without: frozenset[bytes] = frozenset()  # names of fields that do not pass to backends
     looks: bool = True  # some rule needs the body to be looked into
     keys: Keys | None = None  # what requests are kept together by, where the balancing asks for it
     classes: Classes = dataclasses.field(default_factory=Classes)  # of priority
@@ -89,6 +92,8 @@ class Call(Leg):
     asked: Upload | None = None  # the request's body, where its stream may be gone on with elsewhere
     hedged = False  # a second attempt has been made beside the first
     relay: Relay | Tunnel | None = None
+    paired: Paired | None = None  # the pair of legs that serves it, where it is disaggregated
+    receipt = b""  # lines for the client about how it was served
 
     def __init__(self, exchange: Exchange, request_id: bytes, request: Request, policy: Policy):
         self.exchange = exchange

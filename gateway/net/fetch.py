@@ -94,6 +94,13 @@ class Page:
                 raise UpstreamFailed("upstream_malformed", f"the backend's page is larger than {most} octets")
         return b"".join(pieces)
 
+    @property
+    def clean(self) -> bool:
+        """It has come to its proper end, and another request may follow on its connection."""
+        reader = self._reader
+        whole = self._ended and self._failure is None and not reader.extra
+        return whole and type(reader) is not CloseReader and not self._connection.closes and not self._connection.lost
+
     def close(self) -> None:
         self._connection.drop()
 

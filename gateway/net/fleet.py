@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gateway.core.backend import Backend, Lease
+from gateway.core.disagg.base import Engine
 from gateway.core.head import RequestHead
-from gateway.core.models import Models, Way
+from gateway.core.models import Models, Rule, Way
 from gateway.core.pool import Pool
 from gateway.errors import Refusal
 from gateway.net.aim import aim
@@ -17,6 +18,7 @@ from gateway.net.legs import Leg
 from gateway.net.upstream import ConnectionPool
 
 Connections = dict[str, ConnectionPool]  # by the backend's name
+_NOBODY = Pool([])
 
 
 class Fleet:
@@ -24,11 +26,43 @@ class Fleet:
 
     def __init__(self, models: Models, connections: Connections, loopback: tuple[Way, Connections] | None = None):
         self.models, self.connections, self.loopback = models, connections, loopback
+        self.roles = {"prefill": Models(), "decode": Models()}  # who serves one leg only, by model
+        self.engines: Mapping[str, Engine] = {}  # those of the two, by the backend's name
+
+    def apply(
+        self,
+        backends: Sequence[Backend],
+        connections: Connections,
+        engines: Mapping[str, Engine],
+        balance: str,
+        load_factor: float,
+        rules: Mapping[str, Rule],
+    ) -> None:
+        """A new membership, whole. What is not disaggregated goes to whoever decodes: never to one that only prefills."""
+        self.models.apply([b for b in backends if b.role != "prefill"], balance, load_factor, rules)
+        for role, models in self.roles.items():
+            models.apply([b for b in backends if b.role == role], balance, load_factor)
+        self.connections, self.engines = connections, engines
+
+    def learn(self) -> None:
+        """Some backend's list of models has changed."""
+        for models in (self.models, *self.roles.values()):
+            models.learn()
 
     @property
     def pool(self) -> Pool:
-        """All backends."""
+        """All backends that answer clients."""
         return self.models.whole
+
+    @property
+    def disaggregated(self) -> bool:
+        return any(models.whole.backends for models in self.roles.values())
+
+    @property
+    def routable(self) -> bool:
+        """Some request can be served: by one backend, or by two."""
+        whole = any(b.routable and b.role == "both" for b in self.pool.backends)
+        return whole or all(models.whole.routable for models in self.roles.values())
 
     def aim(self, call: Call, upload: Upload) -> Way:
         """Find the call's way, by its model. Raises Refusal where nobody knows that."""
@@ -59,6 +93,35 @@ class Fleet:
     def _lease(self, call: Call, pool: Pool, tried: Sequence[Backend]) -> Lease | None:
         stream = call.exchange.stream is True
         return pool.pick(time.monotonic(), tried, key=call.key, tokens=call.tokens, chance=random.random(), stream=stream)
+
+    def of(self, role: str, call: Call) -> Pool:
+        """The backends of that role that serve the call's model."""
+        models, way = self.roles[role], call.way
+        name = None if way is None else way.rewritten or way.model or call.exchange.model
+        try:
+            found = models.find(name)
+        except Refusal:
+            return _NOBODY
+        assert isinstance(found, Way)
+        return found.backends
+
+    def pick_of(self, role: str, call: Call, leg: Leg, tried: Sequence[Backend] = (), tokens: int = 0) -> Lease | None:
+        """A lease for one leg, on a backend of that role: `leg` is given it, and the connections that belong to it."""
+        pool = self.of(role, call)
+        lease = pool.pick(time.monotonic(), tried, key=call.key, tokens=tokens, chance=random.random())
+        if lease is not None:
+            leg.lease, leg.connections = lease, self.connections[lease.backend.name]
+        return lease
+
+    def pick_whole(self, call: Call) -> None:
+        """Give the call a lease on a backend whose role it is to serve whole requests, if one can be had."""
+        assert call.way is not None
+        backends = call.way.backends.backends
+        if any(b.role == "both" and b.routable for b in backends):
+            call.lease = call.lease or self.pick(call, [b for b in backends if b.role != "both"])
+
+    def serves_whole(self, call: Call) -> bool:
+        return call.way is not None and any(b.role == "both" and b.routable for b in call.way.backends.backends)
 
     def nobody(self, call: Call) -> Refusal:
         """Why there is no backend for it."""

@@ -37,8 +37,10 @@ from gateway.net import answers, body, migrate
 from gateway.net.attempts import Attempts
 from gateway.net.call import Call, Local, Policy
 from gateway.net.clock import http_date
+from gateway.net.disagg import Pairs
 from gateway.net.downstream import Downstream, Request
 from gateway.net.fleet import Fleet
+from gateway.net.paired import PairObserver
 from gateway.net.relay import Relay
 from gateway.net.tasks import Tasks
 from gateway.net.tunnel import Tunnel
@@ -66,6 +68,7 @@ class Gateway:
         admission: Admission,
         retries: Retries,
         observer: Observer,
+        pair_observer: PairObserver,
         edges: tuple[float, ...],
         page: Callable[[bytes], Awaitable[Local]] | None = None,
     ):
@@ -76,7 +79,9 @@ class Gateway:
         self.live: dict[int, Call] = {}
         self._edges = edges  # of the histogram of gaps, which each stream fills by itself
         self._tasks = Tasks()
-        self._attempts = Attempts(fleet, admission, retries, observer, self._tasks, Watch(self.live, self._expired))
+        watch = Watch(self.live, self._expired)
+        self._attempts = Attempts(fleet, admission, retries, observer, self._tasks, watch)
+        self.pairs = Pairs(fleet, admission, retries, observer, pair_observer, self._attempts, watch, self._tasks)
         self._prefix, self._count = b"%024x" % random.getrandbits(96), 0
 
     # the life of a request --------------------------------------------------------------------------------------------
@@ -102,7 +107,8 @@ class Gateway:
                 if not self._waiting.enter(call, way):
                     await self._waiting.turn(call, head)
                 exchange.selected = time.monotonic()
-                response = await self._attempts.response(call, head, route, upload)
+                served = self._attempts if call.policy.pairs is None else self.pairs.or_one(call.policy.pairs, head, route)
+                response = await served.response(call, head, route, upload)
                 if response.status == 101:
                     await self._tunnel(call, head, response)
                 else:
@@ -230,7 +236,7 @@ class Gateway:
             date=http_date(),
             framing=framing,
             connection=answers.connection_field(head, keep_alive),
-            receipt=_receipt(exchange) if call.policy.receipt else b"",
+            receipt=call.receipt + _receipt(exchange) if call.policy.receipt else call.receipt,
         )
         client.source = relay
         pending = connection.pending
@@ -326,6 +332,8 @@ class Gateway:
         gone = client.gone_at or time.monotonic()
         if call.interrupted is None:
             exchange.end(Outcome.CLIENT_GONE, gone)
+        if call.paired is not None:
+            self.pairs.gone(call.paired)
         if call.connection is not None or call.others:
             call.let_go()
             self.observer.aborted(exchange, time.monotonic() - gone)
@@ -335,6 +343,8 @@ class Gateway:
         exchange, relay = call.exchange, call.relay
         del self.live[id(call)]
         call.client.call = call.client.source = None
+        if call.paired is not None:
+            self.pairs.closed(call.paired)
         call.let_go()
         if relay is not None:
             relay.close()
@@ -375,7 +385,7 @@ class Gateway:
 
     async def _health(self, client: Downstream, head: RequestHead) -> bool:
         """Constant work, no backend asked, no exchange counted: load balancers ask this every second."""
-        well = self.fleet.pool.routable and not self.draining
+        well = self.fleet.routable and not self.draining
         keep_alive = headers.keeps_alive(head) and not client.reader.in_body and not self.draining
         if client.transport is not None:
             client.transport.write(

@@ -83,7 +83,8 @@ class Capacity:
     health: str = "ok"
     startup: float = 0.0
     idle_close: float = 5.0  # uvicorn's, as vLLM runs it
-    lease: float = 30.0  # vLLM's kv_lease_duration
+    lease: float | None = None  # of KV that waits for a decoder; None: as the connector's engines have it
+    store: str | None = None  # the folder that stands for a shared store of KV
 
 
 # reading --------------------------------------------------------------------------------------------------------------
@@ -168,6 +169,14 @@ def _recording(value: object) -> str | None:
     return value
 
 
+def _folder(value: object) -> str | None:
+    if value in (None, "none"):
+        return None
+    if not isinstance(value, str) or not value.startswith("/"):
+        raise _Bad
+    return value
+
+
 _SECONDS = Knob("seconds from 0 to 3600", _number(0, 3600))
 _SWITCH = Knob("on or off", _switch)
 _UNLIMITED: Final[dict[str, object]] = {"none": None}
@@ -217,7 +226,8 @@ SERVER_KNOBS: Final[dict[str, Knob]] = {
     "health": Knob("ok, fail, hang or flap:SECONDS", _health),
     "startup": _SECONDS,
     "idle_close": Knob("seconds from 0.001 to 3600", _number(0.001, 3600)),
-    "lease": Knob("seconds from 0.001 to 3600", _number(0.001, 3600)),
+    "lease": Knob("seconds from 0.001 to 3600, or none", _number(0.001, 3600, words=_UNLIMITED)),
+    "store": Knob("a folder, or none", _folder),
 }
 
 

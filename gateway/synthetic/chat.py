@@ -37,7 +37,7 @@ class Chat:
     def step(self, step: Step) -> Iterator[Event]:
         if step.first and not self._early:
             yield from self._roles()
-        if step.number == 0:
+        if step.number == 0 and step.finish == "abort":
             # Stopped while it waited for its first token: vLLM ends such a stream with no finish_reason at all.
             return
         if self._generation.usual and step.parts:
@@ -62,7 +62,7 @@ class Chat:
         generation = self._generation
         choices = ",".join(
             f'{{"index":{choice},"message":{self._message(choice)},"logprobs":null,'
-            f'"finish_reason":"{self._finish()}","stop_reason":null,"token_ids":null,"routed_experts":null}}'
+            f'"finish_reason":"{self._finish()}","stop_reason":{generation.stop_reason},"token_ids":null,"routed_experts":null}}'
             for choice in range(self._ask.choices)
         )
         total = full_usage(self._ask.prompt_tokens, generation)
@@ -70,7 +70,7 @@ class Chat:
             f'{{"id":{self._id},"object":"chat.completion",{self._origin}{choices}],'
             f'"service_tier":null,"system_fingerprint":"{FINGERPRINT}","usage":{total},'
             f'"prompt_logprobs":null,"prompt_token_ids":null,"prompt_text":null,"kv_transfer_params":{generation.handoff},'
-            '"ec_transfer_params":null,"metrics":null}'
+            f'"ec_transfer_params":{generation.encoded},"metrics":null}}'
         )
 
     def _finish(self) -> str | None:
@@ -116,7 +116,7 @@ class Chat:
             yield self._token(choice, delta, step, finish)
 
     def _token(self, choice: int, delta: str, step: Step, reason: str | None) -> Event:
-        finish = "null" if reason is None else f'"{reason}","stop_reason":null'
+        finish = "null" if reason is None else f'"{reason}","stop_reason":{self._generation.stop_reason}'
         # The fingerprint comes once: on the usage chunk where there is one.
         tail = "" if reason is None or self._accounts.final else f',"system_fingerprint":"{FINGERPRINT}"'
         counted = self._accounts.beside(self._ask.prompt_tokens, step.number, last=reason is not None)

@@ -33,10 +33,10 @@ class Completions:
         yield from ()
 
     def step(self, step: Step) -> Iterator[Event]:
-        if step.number == 0:
+        if step.number == 0 and step.finish == "abort":
             return
         last = step.finish is not None
-        finish = f'"{step.finish}"' if last else "null"
+        finish, reason = (f'"{step.finish}"', self._generation.stop_reason) if last else ("null", "null")
         tail = f',"system_fingerprint":"{FINGERPRINT}"' if last and not self._accounts.final else ""
         # Each choice's own count against its own prompt is what vLLM sends; prompts of one request count alike here.
         counted = self._accounts.beside(self._ask.prompt_tokens // self._ask.prompts, step.number, last=last)
@@ -46,7 +46,7 @@ class Completions:
             yield Event(
                 None,
                 f'{self._head}{{"index":{choice},"text":{shown},"logprobs":null,"finish_reason":{finish},'
-                f'"stop_reason":null,"prompt_token_ids":null,"token_ids":null}}]{counted}{tail}}}',
+                f'"stop_reason":{reason},"prompt_token_ids":null,"token_ids":null}}]{counted}{tail}}}',
                 Mark.FINISH if last else Mark.OUTPUT,
             )
 
@@ -60,7 +60,7 @@ class Completions:
         generation = self._generation
         choices = ",".join(
             f'{{"index":{choice},"text":{json_text(self._echoed(choice) + generation.text(choice))},"logprobs":null,'
-            f'"finish_reason":"{generation.finish}","stop_reason":null,"token_ids":null,"prompt_logprobs":null,'
+            f'"finish_reason":"{generation.finish}","stop_reason":{generation.stop_reason},"token_ids":null,"prompt_logprobs":null,'
             '"prompt_token_ids":null,"routed_experts":null}'
             for choice in range(self._ask.choices)
         )

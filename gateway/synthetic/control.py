@@ -10,13 +10,13 @@ from typing import Any
 from aiohttp import web
 
 from gateway.synthetic.behaviour import SERVER_KNOBS, changed, shown
+from gateway.synthetic.connectors.base import PULL, REJECT, Connector
 from gateway.synthetic.engine import Engine
 from gateway.synthetic.ledger import End
 from gateway.synthetic.refusals import bad_request, failed
 from gateway.synthetic.sendlog import SendLog
 from gateway.synthetic.settings import allowed
 from gateway.synthetic.text import json_text
-from gateway.synthetic.transfer import PULL, REJECT, Transfer
 from gateway.synthetic.wire import json_response
 
 # Settled when the server starts.
@@ -24,7 +24,7 @@ _FIXED = ("idle_close",)
 
 
 class Control:
-    def __init__(self, engine: Engine, log: SendLog, transfer: Transfer | None):
+    def __init__(self, engine: Engine, log: SendLog, transfer: Connector | None):
         self._engine, self._log, self._transfer = engine, log, transfer
 
     def add_to(self, router: web.UrlDispatcher) -> None:
@@ -37,6 +37,7 @@ class Control:
             router.add_get("/admin/synth/kv", self.kv, allow_head=False)
             router.add_post(PULL, partial(self._transfer.end, End.PULLED))
             router.add_post(REJECT, partial(self._transfer.end, End.REJECTED))
+            router.add_routes(self._transfer.routes())
 
     async def show(self, request: web.Request) -> web.Response:
         engine = self._engine

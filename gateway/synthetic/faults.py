@@ -265,6 +265,7 @@ _KINDS: Final = (
     Kind("error_event", _STREAM, "vLLM's error inside a 200, then [DONE]", _status, "CODE", 500),
     Kind("error_cut", _STREAM, "the error event, then the end without [DONE]", _status, "CODE", 500),
     Kind("abort", _T, "finish_reason abort and [DONE], as at vLLM's shutdown"),
+    Kind("recomputed", _T, "stop_reason recomputed and [DONE], as by vLLM Ascend for want of KV blocks"),
     Kind("half_event", _STREAM, "half an event, then the body's end in good order"),
     Kind("half_done", (Place.DONE,), "the body ends within `data: [DO`"),
     Kind("engine_death", _ANYWHERE, "the engine dies: all get its error, /health is 503"),

@@ -98,15 +98,24 @@ class Generation:
         self._ttft = behaviour.ttft.draw(self._clock, plan.index - 1, ask.prompt_tokens - self.cached) / behaviour.speed
         # What has to be there before the first token can be computed: another engine's KV.
         self.prelude: Callable[[], Awaitable[None]] | None = None
+        # What is waited for once its last token is there, before the end of the answer.
+        self.coda: Callable[[], Awaitable[None]] | None = None
+        # What is to be done once it is over, however it ended.
+        self.on_leave: Callable[[], None] | None = None
         # What is to be done with its blocks when it ends.
         self.on_finish: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._due, self._take, self._gaps = math.inf, 0, 0
         self._admitted = False
+        self._conclusion: str | None = None
         self._scheduled = self._first = self._last = self.start
         self.tokens = 0
         # What a prefill hands to its decoder, as JSON.
         self.handoff = "null"
+        # Where an encoder has put what it made, as JSON.
+        self.encoded = "null"
+        # What ended it, as JSON, where that was no token.
+        self.stop_reason = "null"
         self.finish: str | None = None
 
     def __enter__(self) -> Generation:
@@ -119,6 +128,8 @@ class Generation:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._engine.leave(self)
+        if self.on_leave is not None:
+            self.on_leave()
         left = isinstance(error, asyncio.CancelledError | ConnectionError)
         if left and self.finish is None and not self._engine.stopping and not self._engine.dead:
             self._engine.metrics.aborted.inc()
@@ -169,6 +180,16 @@ class Generation:
         """From the beginning it says something else than it would have."""
         self._choices = self._speeches(f"{self._source}:other")
 
+    def spared(self) -> None:
+        """Its prompt is there already: what is left before its first token is what a prompt of no tokens costs."""
+        behaviour = self.plan.behaviour
+        self._ttft = behaviour.ttft.draw(self.plan.random("time"), self.plan.index - 1, 0) / behaviour.speed
+
+    def conclude(self, finish: str, stop_reason: str | None = None) -> None:
+        """Its next step is its last one, and holds no token."""
+        self._conclusion = finish
+        self.stop_reason = "null" if stop_reason is None else f'"{stop_reason}"'
+
     def _speeches(self, source: str) -> list[Speech]:
         return [Speech(Random(f"{source}:{choice}"), self._layout) for choice in range(self._ask.choices)]
 
@@ -189,6 +210,9 @@ class Generation:
                 prelude, self.prelude = self.prelude, None
                 await prelude()
                 self._begin(time.monotonic())
+            if self._conclusion is not None:
+                yield self._end(self._conclusion)
+                return
             await self._until(min(self._due, timeline.next))
             if engine.dead:
                 raise EngineDied
@@ -199,7 +223,10 @@ class Generation:
             if timeline.next <= min(now, self._due):
                 await timeline.run()
             elif self._due <= now:
-                yield self._advance(now)
+                step = self._advance(now)
+                if step.finish is not None and self.coda is not None:
+                    await self.coda()
+                yield step
 
     def peek(self) -> list[Step]:
         """Every step to come, without its time: to know how long an answer will be. For a generation of its own."""
@@ -296,11 +323,19 @@ class Generation:
 
     def abort(self) -> Step:
         """It ends here, as everything does when vLLM is shut down."""
-        self.finish = "abort"
-        self._engine.metrics.success["abort"].inc(self._ask.choices)
+        return self._end("abort")
+
+    def recomputed(self) -> Step:
+        """vLLM Ascend drops a request for want of room, and leaves it to the proxy to send it once more."""
+        self.conclude("stop", "recomputed")
+        return self._end("stop")
+
+    def _end(self, finish: str) -> Step:
+        self.finish = finish
+        self._engine.metrics.success[finish if finish in ("abort", "stop") else "stop"].inc(self._ask.choices)
         self._engine.leave(self)
         parts = (Part(Sort.TEXT, ("",) * len(self._choices)),)
-        return Step(self.tokens, self.tokens == 0, parts, "abort", time.monotonic())
+        return Step(self.tokens, self.tokens == 0, parts, finish, time.monotonic())
 
     def _done(self, now: float) -> None:
         """The last token is out of the engine: whatever the client still has to be sent, nothing runs any more."""

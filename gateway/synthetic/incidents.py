@@ -67,6 +67,7 @@ class Incidents:
             "error_event": self._error,
             "error_cut": self._error,
             "abort": self._abort,
+            "recomputed": self._abort,
             "half_event": self._half_event,
             "half_done": self._half_done,
             "engine_death": self._engine_death,
@@ -178,7 +179,7 @@ class Incidents:
     async def _abort(self, strike: Strike) -> None:
         if self._generation.finish is not None:
             return  # it ended by itself with that very token
-        step = self._generation.abort()
+        step = self._generation.abort() if strike.name == "abort" else self._generation.recomputed()
         if not self._streamed:
             return
         for event in (*self._shape.step(step), *self._shape.closing()):

@@ -16,6 +16,7 @@ class End(Enum):
     PULLED = "pulled"
     REJECTED = "rejected"  # by the decoder, which will not come
     EXPIRED = "expired"
+    ABORTED = "aborted"  # the request that it was for is over
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,8 +100,14 @@ class EngineMetrics:
         family = Counter(
             "tokenpipe_mock_kv_handoffs", "Prefills held for a decoder, by end.", ("end",), registry=self._registry
         )
+        self.kv_recomputed = Counter(
+            "tokenpipe_mock_kv_recomputed",
+            "Prompts that a decoder computed though a prefill was to have done it.",
+            registry=self._registry,
+        )
+        self.kv_failed = self._counter("nixl_num_failed_transfers", "Number of failed NIXL KV Cache transfers.")
         self.kv_expired = self._counter("nixl_num_kv_expired_reqs", "Requests whose KV blocks expired before they were read.")
-        return {end: family.labels(end) for end in ("pulled", "rejected", "expired")}
+        return {end: family.labels(end) for end in ("pulled", "rejected", "expired", "aborted")}
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

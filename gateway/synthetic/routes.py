@@ -20,6 +20,7 @@ from gateway.synthetic.ask import Body, Limits, listed, texts_of_messages
 from gateway.synthetic.behaviour import Behaviour, changed, pairs, shown
 from gateway.synthetic.chat import Chat
 from gateway.synthetic.completions import Completions
+from gateway.synthetic.connectors.base import Connector, Incoming
 from gateway.synthetic.control import Control
 from gateway.synthetic.dialect import VERSION, Dialect, created
 from gateway.synthetic.engine import DEATH, Engine
@@ -34,7 +35,6 @@ from gateway.synthetic.responses import Responses
 from gateway.synthetic.sendlog import Entry, SendLog
 from gateway.synthetic.settings import allowed
 from gateway.synthetic.text import Vocabulary, json_text, pieces
-from gateway.synthetic.transfer import Transfer
 from gateway.synthetic.wire import dress, json_response
 
 DIALECTS: Final[tuple[type[Dialect], ...]] = (Chat, Completions, Responses, Messages)
@@ -45,7 +45,7 @@ _MAX_BODY: Final = 256 * 1024 * 1024
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def application(engine: Engine, transfer: Transfer | None) -> web.Application:
+def application(engine: Engine, transfer: Connector | None) -> web.Application:
     app = web.Application(middlewares=[_refusing], client_max_size=_MAX_BODY)
     app.on_response_prepare.append(dress)
     log = SendLog()
@@ -78,7 +78,7 @@ async def _refusing(request: web.Request, handler: Handler) -> web.StreamRespons
 class Routes:
     """The handlers of one engine."""
 
-    def __init__(self, engine: Engine, log: SendLog, transfer: Transfer | None):
+    def __init__(self, engine: Engine, log: SendLog, transfer: Connector | None):
         self._engine, self._log, self._transfer = engine, log, transfer
         self._started = time.monotonic()
         self._limits = Limits(engine.settings.model, engine.settings.max_model_len)
@@ -122,6 +122,8 @@ class Routes:
             raise failed(500, DEATH)
         try:
             ask = dialect.read(body, self._limits)
+            if self._transfer is not None:
+                ask = self._transfer.shape(ask)
             if engine.full(ask.choices):
                 retry = {"retry-after": str(plan.behaviour.retry_after)}
                 raise failed(503, "The request queue is full: max_num_queued_reqs is reached.", retry)
@@ -133,8 +135,9 @@ class Routes:
         entry = self._enter(request, plan, generation.id)
         entry.plan |= {"length": str(generation.length), "first_token": f"{generation.first_token:.6g}"}
         if self._transfer is not None:
-            own = request.headers.get("X-Request-Id") or generation.id
-            self._transfer.prepare(ask, generation, f"{_PREFIXES.get(dialect, 'resp')}-{own}")
+            sent = request.headers.get("X-Request-Id")
+            name = f"{_PREFIXES.get(dialect, 'resp')}-{sent or generation.id}"
+            self._transfer.prepare(ask, generation, Incoming(name, sent))
         fields: Fields = []
         if "x-synth" in request.headers:
             fields.append(("x-synth-plan", ";".join(f"{name}={value}" for name, value in entry.plan.items())))

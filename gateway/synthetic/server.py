@@ -19,11 +19,11 @@ from aiohttp import web
 
 from gateway.net.tasks import Tasks
 from gateway.synthetic.alarm import Alarm
+from gateway.synthetic.connectors import connector_of
 from gateway.synthetic.engine import Engine
 from gateway.synthetic.metrics import EngineMetrics
 from gateway.synthetic.routes import application
 from gateway.synthetic.settings import MockSettings
-from gateway.synthetic.transfer import Transfer
 
 __all__ = ["MockSettings", "SyntheticUpstream", "run"]
 
@@ -41,7 +41,7 @@ class SyntheticUpstream:
         self.settings = settings or MockSettings()
         self._engine = Engine(self.settings, EngineMetrics(self.settings.model))
         self._engine.close_port = self._close_port
-        self._transfer = None if self.settings.transfers is None else Transfer(self._engine, self.settings.role)
+        self._transfer = connector_of(self._engine)
         self._tasks = Tasks()
         self._runner: web.AppRunner | None = None
         self._site: web.BaseSite | None = None

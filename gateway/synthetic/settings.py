@@ -9,8 +9,22 @@ from typing import Final
 from gateway.synthetic.behaviour import SERVER_KNOBS, Behaviour, Capacity, T, changed
 from gateway.synthetic.distribution import Distribution, parse
 
-ROLES: Final = ("both", "prefill", "decode")
-CONNECTORS: Final = ("nixl",)
+ROLES: Final = ("both", "prefill", "decode", "encode")
+CONNECTORS: Final = (
+    "nixl",
+    "nixl_push",
+    "nixl_bidirectional",
+    "mooncake",
+    "mooncake_ascend",
+    "layerwise",
+    "p2p_nccl",
+    "moriio_read",
+    "moriio_write",
+    "lmcache",
+    "shared_storage",
+    "offloading_p2p",
+    "sglang",
+)
 
 
 @dataclass(frozen=True)

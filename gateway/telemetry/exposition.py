@@ -133,6 +133,7 @@ class Exposition:
         yield from self._of_requests(page, pairs)
         yield from self._of_series(page, pairs)
         yield from self._of_stages(page)
+        yield from self._metrics.pairs.render(page)
         yield from self._of_the_house(page)
         yield from self._of_backend_samples(page)
         yield from self._of_backend_tallies(page)

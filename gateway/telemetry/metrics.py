@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from gateway.core.exchange import Exchange
 from gateway.core.outcome import RULINGS, Outcome
+from gateway.telemetry.disagg import PairTallies
 from gateway.telemetry.durations import durations
 from gateway.telemetry.exposition import Exposition
 from gateway.telemetry.histogram import B_OVH, Histogram
@@ -94,6 +95,7 @@ class Metrics:
         self.abort_seconds = Histogram(B_OVH)
         self.loop_lag_seconds = Histogram(B_OVH)
         self.stages = Stages()
+        self.pairs = PairTallies(lambda exchange: self.series_of(exchange).labels[0])
         self.bytes_in = self.bytes_out = 0
         self.reloads = {"success": 0, "failure": 0}
         self.last_reload = wall()  # a start is a load that succeeded

@@ -18,6 +18,12 @@ from tests.support.upstream import RawUpstream
 
 Start = Callable[..., Awaitable[Gateway]]
 SLOW = {"interval": 60, "slow_start": 0}
+PREFILLED = json.dumps({
+    "choices": [{"index": 0, "finish_reason": "length"}],
+    "kv_transfer_params": {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "e",
+                            "remote_request_id": "r", "remote_host": "127.0.0.1", "remote_port": 1,
+                            "remote_block_ids": [[1]]},
+}).encode()  # fmt: skip
 
 
 def add(**backend: Any) -> bytes:
@@ -163,7 +169,7 @@ async def test_what_is_refused(start_gateway: Start, tmp_path: Path) -> None:
                 (add(url=other, name="${HUSH}"), 400, "the body: name: found '${HUSH}'; expected a name"),
                 (add(url=other, api_key_file=str(secret)), 400, "api_key_file: found the name of a file; expected none"),
                 (add(url=other, tls={"ca": str(secret)}), 400, "tls.ca: found the name of a file; expected none"),
-                (add(url=other, role="prefill"), 400, "'prefill' is not supported by this version"),
+                (add(url=other, role="prefil"), 400, "role: found 'prefil'; expected both, prefill or decode"),
                 (add(url=other, name=place(one)), 409, f"{place(one)} is at {one.url}: remove it first"),
                 (add(url=one.url, name="again"), 409, f"{place(one)} is at {one.url}: remove it first"),
                 (drain("nobody"), 404, "there is no backend nobody; GET /-/backends names them"),
@@ -210,6 +216,7 @@ async def test_instances(start_gateway: Start) -> None:
             "current_prefill_instances": [place(one)],
             "current_decode_instances": [place(one), place(two)],
         })  # fmt: skip
+        three.script = s.reply(200, PREFILLED)
         answer = await gateway.admin(instances("add", type="prefill", instances=place(three)))
         assert answer.json()["current_prefill_instances"] == [place(one), place(three)]
         two.script = held = s.Held(s.SSE_HEAD)
@@ -221,13 +228,15 @@ async def test_instances(start_gateway: Start) -> None:
         assert health["status"] == "ok"
         assert (health["prefill_instances"], health["decode_instances"]) == (2, 2)
         assert health["request_num"] >= 1
+        await wire.send(s.chunk(s.delta("a")))
         assert (await clients[0].read_response_head()).status == 200
-        assert not three.requests
+        assert (len(one.requests), len(two.requests), len(three.requests)) == (0, 2, 2)
         answer = await gateway.admin(instances("remove", type="decode", instances=[place(two), "nobody:1"]))
         assert answer.json()["message"] == f"remove decode instances: ['{place(two)}']."
         assert answer.json()["current_decode_instances"] == [place(one)]
         assert {b["name"]: b["state"] for b in await states(gateway)}[place(two)] == "draining"
-        await wire.send(b"".join(map(s.chunk, s.FINISHED)) + s.LAST)
+        for wire in (await held.wire(0), await held.wire(1)):
+            await wire.send(b"".join(map(s.chunk, s.FINISHED)) + s.LAST)
         assert (await gateway.admin(instances("remove", type="prefill", instances=place(one)))).status == 200  # of the file
         assert (await gateway.ask()).get("x-gateway-error") == "no_backend"
         await until(lambda: "is gone" in gateway.stderr(), "the end of its stream")

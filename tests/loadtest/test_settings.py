@@ -8,9 +8,10 @@ import math
 import pytest
 
 from gateway.cli import run
+from gateway.flags import repeat_flags
 from gateway.loadtest.datasets import Prompt
 from gateway.loadtest.endpoints import Asking, Kind, body, generated_text
-from gateway.loadtest.options import repeat_flags
+from gateway.loadtest.options import SEVERAL
 from gateway.loadtest.settings import build
 from gateway.loadtest.target import parse
 from tests.loadtest.support import flags, settings
@@ -29,7 +30,7 @@ from tests.loadtest.support import flags, settings
     ],
 )
 def test_several_words_after_one_flag(words: str, expected: str) -> None:
-    assert repeat_flags(words.split()) == expected.split()
+    assert repeat_flags(words.split(), SEVERAL) == expected.split()
 
 
 def test_a_command_line_of_vllm_bench_serve() -> None:

@@ -185,7 +185,9 @@ class Gateway:
         text = self.stderr()
         new, self._checked = text[self._checked :], len(text)
         match = UNTIDY.search(new)
-        assert match is None, f"{match[0]!r} on standard error:\n{new[-6000:]}"
+        if match is not None:
+            around = new[max(0, match.start() - 1000) : match.end() + 5000]
+            raise AssertionError(f"{match[0]!r} on standard error:\n{around}")
 
     # --- the process
 

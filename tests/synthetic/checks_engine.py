@@ -329,6 +329,6 @@ async def ledger(t: Trial) -> None:
     await t.ask("", mock=decoder, messages=PROMPT, kv_transfer_params=params[0])
     found = await kv(t, prefiller)
     assert [one["request_id"] for one in found["held"]] == [one["remote_request_id"] for one in params[1:]]
-    assert found["ends"] == {"pulled": 1, "rejected": 0, "expired": 0}
+    assert found["ends"] == {"pulled": 1, "rejected": 0, "expired": 0, "aborted": 0}
     assert all(25 < one["left_s"] <= 30 for one in found["held"])
     assert (await t.get("/admin/synth/kv", mock=await t.start())).status == 404

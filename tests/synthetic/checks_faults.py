@@ -222,6 +222,17 @@ async def abort(t: Trial) -> None:
     assert t.mock.running == 0
 
 
+@sees("fault=recomputed@token:2")
+async def recomputed(t: Trial) -> None:
+    for path in (CHAT, COMPLETIONS):
+        last = chunks(await t.ask(path=path))[-1]["choices"][0]
+        assert (last["finish_reason"], last["stop_reason"]) == ("stop", "recomputed")
+        whole = (await t.ask(path=path, stream=None)).json()["choices"][0]
+        assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", "recomputed")
+    assert (await t.ask()).events()[-1] == "[DONE]"
+    assert t.mock.running == 0
+
+
 @sees("fault=half_event@token:2")
 async def half_event(t: Trial) -> None:
     answer = await t.ask()

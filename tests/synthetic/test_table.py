@@ -10,10 +10,10 @@ import pytest
 
 from gateway.synthetic.behaviour import KNOBS, SERVER_KNOBS
 from gateway.synthetic.faults import CATALOGUE
-from tests.synthetic import checks_asking, checks_engine, checks_faults, checks_shape
+from tests.synthetic import checks_asking, checks_connectors, checks_engine, checks_faults, checks_shape
 from tests.synthetic.trial import CHECKS, PAGE, Trial, rows
 
-assert checks_asking and checks_engine and checks_faults and checks_shape  # they register themselves
+assert checks_asking and checks_connectors and checks_engine and checks_faults and checks_shape  # they register themselves
 
 
 @pytest.fixture

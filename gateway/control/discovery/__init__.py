@@ -42,6 +42,7 @@ class Common(NamedTuple):
     """What is said of all backends of one source alike."""
 
     scheme: str = "http"
+    role: str = "both"
     max_in_flight: int | None = None
     credential: bytes | None = None
     tls: Tls = Tls()

@@ -150,6 +150,7 @@ def _member(name: str, url: str, address: str, weight: int, common: Common) -> M
         name,
         Place(url, address),
         weight=weight,
+        role=common.role,
         max_in_flight=common.max_in_flight,
         credential=common.credential,
         tls=common.tls,

@@ -54,6 +54,7 @@ def _of_slice(one: Slice, port: int | str | None, common: Common) -> Iterable[Me
         yield Member(
             name if len(name) <= NAME_LENGTH else place,
             Place(f"{common.scheme}://{place}"),
+            role=common.role,
             max_in_flight=common.max_in_flight,
             credential=common.credential,
             tls=common.tls,

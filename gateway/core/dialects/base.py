@@ -34,6 +34,7 @@ class Reading(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     tokens: int | None = None  # of choices[0], so far: usage that goes along with the choice
     token_ids: int = 0  # how many ids of generated tokens it carries
     finish_reason: str | None = None
+    recomputed: bool = False  # the engine has dropped it under pressure, for somebody to ask again (vLLM Ascend)
     terminal: bool = False  # the stream says that it is complete
     error: str | None = None  # the error's type or code, never its message: that may quote a prompt
     prompt_tokens: int | None = None

@@ -24,6 +24,9 @@ class _Usage(msgspec.Struct, gc=False):
     prompt_tokens_details: _Details | None = None
 
 
+_RECOMPUTED = "recomputed"  # vLLM Ascend, as a stop_reason: the engine has dropped the request, and it is not complete
+
+
 class _Delta(msgspec.Struct, gc=False):
     role: Any = msgspec.UNSET
     content: Any = None
@@ -39,6 +42,7 @@ class _ChatChoice(msgspec.Struct, gc=False):
     index: int = 0
     delta: _Delta | None = None
     finish_reason: str | None = None
+    stop_reason: Any = None
     token_ids: Any = None
 
 
@@ -46,6 +50,7 @@ class _TextChoice(msgspec.Struct, gc=False):
     index: int = 0
     text: Any = None
     finish_reason: str | None = None
+    stop_reason: Any = None
     token_ids: Any = None
 
 
@@ -114,6 +119,7 @@ class OpenAI(Dialect):
         return Reading(
             choices=tuple(choice.index for choice in choices),
             finish_reason=_finish(choices),
+            recomputed=any(choice.stop_reason == _RECOMPUTED for choice in choices),
             terminal=True,
             error=name_of(chunk.error) if chunk.error or chunk.object == "error" else None,
             prompt_tokens=usage.prompt_tokens,
@@ -132,6 +138,7 @@ class OpenAI(Dialect):
                 tokens=usage.completion_tokens,
                 token_ids=len(choice.token_ids) if isinstance(choice.token_ids, list) else 0,
                 finish_reason=choice.finish_reason or None,
+                recomputed=choice.stop_reason == _RECOMPUTED,
                 prompt_tokens=usage.prompt_tokens,
                 cached_tokens=_cached(usage),
             )
@@ -149,6 +156,7 @@ class OpenAI(Dialect):
             tokens=usage.completion_tokens,
             token_ids=ids,
             finish_reason=_finish(choices),
+            recomputed=any(choice.stop_reason == _RECOMPUTED for choice in choices),
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=_cached(usage),
         )

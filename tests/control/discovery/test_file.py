@@ -114,7 +114,8 @@ async def test_unchanged_is_not_said_again(told: Follower, path: Path) -> None:
         ("- {url: b}", "backends.yaml, line 1: backends[0].url: found 'b'; expected http://HOST[:PORT]"),
         ("- {url: 'http://b'}\n- {url: 'http://b'}", "line 2: backends[1].name: found b:80, as backends[0] is named"),
         ("- {url: 'http://b'}\n- {uri: 'http://c'}", "line 2: backends[1].uri: unknown key; the nearest known key is"),
-        ("- {url: 'http://b', role: prefill}", "backends[0].role: 'prefill' is not supported by this version"),
+        ("- {url: 'http://b', role: prefil}", "backends[0].role: found 'prefil'; expected both, prefill or decode"),
+        ("- {targets: ['b:1'], labels: {role: 3}}", "backends[0].targets[0].role: found 3; expected both, prefill or decode"),
         ("- {targets: b}", "backends[0].targets: found 'b'; expected a list"),
         ("- {targets: ['b:x']}", "backends[0].targets[0].url: found 'http://b:x'"),
         ("- {targets: ['b:1'], labels: {__scheme__: ftp}}", "found 'ftp://b:1'"),
@@ -217,13 +218,15 @@ class TestFormats:
         assert (two.name, two.place.url) == ("local", "unix:/run/vllm.sock")
 
     def test_of_prometheus(self, tmp_path: Path) -> None:
-        """Targets, and of the labels the scheme."""
+        """Targets, and of the labels the scheme and the role."""
         text = """[
           {"targets": ["10.0.0.1:8000", "[fd00::1]:8000", "vllm.internal"], "labels": {"env": "prod", "weight": "x"}},
-          {"targets": ["10.0.0.2:8443"], "labels": {"__scheme__": "https"}},
+          {"targets": ["10.0.0.2:8443"], "labels": {"__scheme__": "https", "role": "decode"}},
           {"targets": []}
         ]"""
-        assert [(m.name, m.place.url) for m in self.read(tmp_path, text)] == [
+        found = self.read(tmp_path, text)
+        assert [m.role for m in found] == ["both", "both", "both", "decode"]
+        assert [(m.name, m.place.url) for m in found] == [
             ("10.0.0.1:8000", "http://10.0.0.1:8000"),
             ("[fd00::1]:8000", "http://[fd00::1]:8000"),
             ("vllm.internal:80", "http://vllm.internal"),

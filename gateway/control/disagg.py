@@ -1,0 +1,48 @@
+"""From the configuration to disaggregated prefill and decode: the connector with its rules, and what it knows of a backend."""
+
+from __future__ import annotations
+
+from gateway.configdisagg import Disaggregation
+from gateway.configvalues import split_url
+from gateway.core.disagg import CONNECTORS
+from gateway.core.disagg.base import GENERATING, Engine, Order, Release, Rules
+from gateway.core.members import Member
+from gateway.net.paired import PairSettings
+
+LONG_HOLD = 120.0  # seconds; engines that keep KV for so long do not all let go of what a decode engine refuses
+
+
+def pair_settings(disaggregation: Disaggregation, callback: str = "") -> PairSettings:
+    """`callback`: the URL of the metaserver, where there is one."""
+    found = CONNECTORS[disaggregation.connector]
+    rules = Rules(
+        tool_choice=disaggregation.tool_choice,
+        list_prompts=disaggregation.list_prompts,
+        remote_host=disaggregation.override_remote_host,
+    )
+    # what is not set is the connector's own; and where nothing is held, no setting makes it so
+    hold = found.hold if disaggregation.hold == Disaggregation().hold or not found.hold else disaggregation.hold
+    if found.order is Order.CONCURRENT and found.release_policy is Release.NEVER:
+        hold = 0.0  # prefill answers when decode has fetched: an answer means that nothing is held any more
+    wanted = {"always": True, "never": False, "auto": found.release_policy is not Release.NEVER}
+    return PairSettings(
+        found(rules),
+        GENERATING | found.paths,
+        min_prompt_bytes=disaggregation.min_prompt_bytes,
+        prefill_timeout=disaggregation.prefill_timeout,
+        hold=hold,
+        release=wanted[disaggregation.release],
+        notifies=disaggregation.release != "always" and hold < LONG_HOLD,
+        release_timeout=disaggregation.release_timeout,
+        release_cap=disaggregation.release_cap,
+        admission_grace=disaggregation.admission_grace,
+        abort_unsafe=disaggregation.abort_unsafe or found.abort_in_transfer_unsafe,
+        fallback=disaggregation.local_decode_fallback,
+        callback=callback,
+    )
+
+
+def engine_of(member: Member) -> Engine:
+    """What connectors know of a backend."""
+    _, address = split_url(member.place.url)
+    return Engine(member.name, address.host, address.port, **member.kv._asdict())

@@ -1,0 +1,100 @@
+"""A client's JSON body, of which a connector changes single members and nothing else.
+
+Between the members that are changed every octet stays the client's own: big integers, 1e-5, the order of keys, blanks,
+escapes. A member that a connector owns and that is there twice goes altogether, for parsers take the last one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import Final
+
+import msgspec
+
+from gateway.core.inspection import members
+from gateway.core.jsonbody import Member
+
+NULL: Final = b"null"
+TRUE: Final = b"true"
+FALSE: Final = b"false"
+ONE: Final = b"1"
+
+
+class Body:
+    """One JSON object: its octets, and its top-level members by their places. Raises Refusal where it is none."""
+
+    __slots__ = ("_last", "members", "octets")
+
+    def __init__(self, octets: bytes, found: list[Member] | None = None):
+        self.octets = octets
+        self.members = members(octets) if found is None else found
+        self._last = {member.key: member for member in self.members}  # of a doubled key the last one holds
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._last
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._last.keys()
+
+    def raw(self, key: str) -> bytes | None:
+        """The octets of a member's value, verbatim. None where it is missing, or null: engines take both alike."""
+        member = self._last.get(key)
+        if member is None:
+            return None
+        value = self.octets[member.value_begin : member.end] if member.value is None else member.value
+        return None if value == NULL else value
+
+    def value(self, key: str) -> object:
+        """A member's value, decoded. None also where no parser can read it: the engine will refuse it."""
+        raw = self.raw(key)
+        return None if raw is None else from_json(raw)
+
+    def inner(self, key: str) -> Body | None:
+        """The object that a member's value is; None where it is none."""
+        raw = self.raw(key)
+        return Body(raw) if raw is not None and raw.startswith(b"{") else None
+
+    def edited(self, put: Mapping[str, bytes] = {}, drop: Callable[[str], bool] = lambda key: False) -> bytes:
+        """The same octets, with the members of `put` (key -> JSON) in place of the client's own of that name, or behind the
+        last member where there is none, and without those that `drop` names. Each key of `put` is there once."""
+        octets, found, new = memoryview(self.octets), self.members, dict(put)
+        if not found:
+            opening = self.octets.index(b"{") + 1
+            return b"".join((octets[:opening], _joined(put), octets[opening:]))
+        pieces: list[memoryview | bytes] = [octets[: found[0].begin]]
+        kept = False  # a member has passed: what follows it brings its comma
+        for i, member in enumerate(found):
+            value = new.pop(member.key, None)
+            if value is None and (member.key in put or drop(member.key)):
+                continue
+            if kept:
+                pieces.append(octets[found[i - 1].end : member.begin])
+            kept = True
+            pieces.append(octets[member.begin : member.end if value is None else member.value_begin])
+            if value is not None:
+                pieces.append(value)
+        if new:
+            pieces += [b", " if kept else b"", _joined(new)]
+        pieces.append(octets[found[-1].end :])
+        return b"".join(pieces)
+
+
+def _joined(put: Mapping[str, bytes]) -> bytes:
+    return b", ".join(b"%b: %b" % (as_json(key), value) for key, value in put.items())
+
+
+def from_json(raw: bytes) -> object:
+    """JSON as engines read it, integers of any size included; None where it is none."""
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, RecursionError):
+        try:  # a lone surrogate, NaN, 1e400: Python's own parser takes them
+            return json.loads(raw)
+        except (ValueError, RecursionError):
+            return None
+
+
+def as_json(value: object) -> bytes:
+    return msgspec.json.encode(value)

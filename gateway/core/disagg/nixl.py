@@ -1,0 +1,83 @@
+"""vLLM's NixlConnector, pull: P answers with where its KV is, D fetches it from there (pd.md 5.1)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final
+
+from gateway.core.disagg.asked import Asked
+from gateway.core.disagg.base import Connector, Handoff, HandoffMissing, Leg, Order, Pair, answer_of, params
+from gateway.core.disagg.body import Body, as_json
+
+PREFILL: Final = params(
+    do_remote_decode=True,
+    do_remote_prefill=False,
+    remote_engine_id=None,
+    remote_block_ids=None,
+    remote_host=None,
+    remote_port=None,
+)
+NAMES: Final = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
+
+
+class Nixl(Connector):
+    """Also of all whose P answers with params that D gets as they are: subclasses name what must be in them."""
+
+    name = "nixl"
+    order = Order.SERIAL
+    hold = 30.0  # kv_lease_duration; older vLLM: VLLM_NIXL_ABORT_REQUEST_TIMEOUT, 120 or 480
+    flagged: ClassVar[bool] = True  # P's answer says do_remote_prefill: true
+    required: ClassVar[tuple[str, ...]] = NAMES  # without one of these D would compute the prompt anew, and not say so
+
+    def prefill(self, asked: Asked, pair: Pair, posted: bytes = b"") -> Leg:
+        return self.leg(asked, pair, self.shaped(asked, {"kv_transfer_params": PREFILL}))
+
+    def accept(self, asked: Asked, pair: Pair, answer: bytes) -> Handoff:
+        said = answer_of(answer)
+        given = said.inner("kv_transfer_params")
+        if given is None:
+            raise HandoffMissing(
+                f"the prefill engine {pair.prefill.name} answered without kv_transfer_params: does it run with a KV connector?"
+            )
+        missing = [name for name in self.required if given.raw(name) is None]
+        if self.flagged and given.value("do_remote_prefill") is not True:
+            missing.insert(0, "do_remote_prefill: true")
+        if missing:
+            raise HandoffMissing(
+                f"the prefill engine {pair.prefill.name} answered with kv_transfer_params that lack {', '.join(missing)}"
+            )
+        if self.rules.remote_host:
+            given = Body(given.edited({"remote_host": as_json(pair.prefill.kv_name)}))
+        return handoff(said, self.handed(asked, pair, given), given)
+
+    def handed(self, asked: Asked, pair: Pair, given: Body) -> bytes:
+        """What D gets, of P's params."""
+        return given.octets
+
+    def decode(self, asked: Asked, pair: Pair, handoff: Handoff = Handoff()) -> Leg:
+        return self.leg(asked, pair, self.with_params(asked, handoff.params))
+
+    def release(self, asked: Asked, pair: Pair, handoff: Handoff) -> Leg | None:
+        return self.leg(asked, pair, self.one_token(asked, handoff.params))
+
+    def leg(self, asked: Asked, pair: Pair, body: bytes) -> Leg:
+        return Leg(asked.path, body, pair.attempt.encode())
+
+
+def handoff(said: Body, octets: bytes, given: Body | None = None) -> Handoff:
+    """What P's whole answer says beside the params, whose octets are given."""
+    usage = said.inner("usage") or Body(b"{}")
+    details = usage.inner("prompt_tokens_details") or usage.inner("input_tokens_details") or Body(b"{}")
+    choices = said.value("choices")
+    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    remote = given.value("remote_request_id") if given is not None else None
+    return Handoff(
+        octets,
+        remote if isinstance(remote, str) else None,
+        reason if isinstance(reason := first.get("finish_reason", said.value("stop_reason")), str) else None,
+        count(usage.value("prompt_tokens")) if "prompt_tokens" in usage else count(usage.value("input_tokens")),
+        count(details.value("cached_tokens")),
+    )
+
+
+def count(value: object) -> int | None:
+    return value if type(value) is int and value >= 0 else None

@@ -1,0 +1,35 @@
+"""vLLM's P2pNcclConnector: where KV goes from and to is written in the request's id (pd.md 5.7).
+
+Both engines must see the same id: VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1, or a vLLM that leaves ids alone. D computes no
+prompt by itself: a request without a prefill would wait for ever, so that nothing can be served by D alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from gateway.core.disagg.asked import Asked
+from gateway.core.disagg.base import Connector, Handoff, Leg, Order, Pair, Release
+
+
+class P2pNccl(Connector):
+    name = "p2p_nccl"
+    order = Order.SERIAL
+    hold = 0.0  # P's send buffer has no expiry that is known
+    release_policy = Release.NEVER
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"prefill": ("kv_port",), "decode": ("kv_port",)}
+    paths = frozenset((b"/v1/chat/completions", b"/v1/completions"))
+    serves_alone = False
+    several = False  # it asserts on the ids of children
+
+    def prefill(self, asked: Asked, pair: Pair, posted: bytes = b"") -> Leg:
+        return Leg(asked.path, self.shaped(asked, {}), request_id(pair))
+
+    def decode(self, asked: Asked, pair: Pair, handoff: Handoff = Handoff()) -> Leg:
+        return Leg(asked.path, asked.edited({}), request_id(pair))
+
+
+def request_id(pair: Pair) -> bytes:
+    prefill, decode = pair.prefill.kv_address, pair.decode.kv_address
+    return f"___prefill_addr_{prefill}___decode_addr_{decode}_{pair.attempt}".encode()

@@ -1,0 +1,54 @@
+"""What connectors must learn of a prefill engine before it can be used: Mooncake's engine ids, of its bootstrap server.
+
+They are asked for when they are first needed, and again after any failure: an engine that restarts has others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from gateway.core.disagg.base import Connector, Engine, bracketed
+from gateway.errors import UpstreamFailed
+from gateway.net import body
+from gateway.net.call import Call
+from gateway.net.fetch import fetch
+from gateway.net.upstream import ConnectionPool, Origin, PoolSettings
+
+ANSWER_MOST = 1 << 20
+
+
+class Learning:
+    def __init__(self) -> None:
+        self._known: list[tuple[Engine, Mapping[int, str]]] = []
+
+    def forget(self, engine: Engine) -> None:
+        self._known = [(known, ids) for known, ids in self._known if known.name != engine.name]
+
+    async def of(self, call: Call, connector: Connector, engine: Engine) -> Engine:
+        """The engine, with what is to be known of it. Raises Refusal."""
+        key = engine._replace(engine_ids={})
+        found = next((ids for known, ids in self._known if known == key), None)
+        if found is None:
+            url = connector.ask(engine)
+            seconds = call.policy.timeouts.connect
+            message = f"the engine ids of the backend {engine.name} could not be learnt of {url} within {seconds:g} s"
+            status, answer = await body.timed(call, _get(url, engine), seconds, "timeout_connect", message)
+            if status != 200:
+                raise UpstreamFailed(
+                    "upstream_connect", f"{url} of the backend {engine.name} answers with {status}", unsent=True
+                )
+            try:
+                found = connector.learn(answer)
+            except ValueError as wrong:
+                raise UpstreamFailed("upstream_connect", f"{url} of the backend {engine.name}: {wrong}", unsent=True) from None
+            self.forget(engine)
+            self._known.append((key, found))
+        return engine._replace(engine_ids=found)
+
+
+async def _get(url: str, engine: Engine) -> tuple[int, bytes]:
+    authority, _, path = url.removeprefix("http://").partition("/")
+    assert engine.bootstrap_port is not None and authority == f"{bracketed(engine.kv_name)}:{engine.bootstrap_port}"
+    origin = Origin(engine.name, engine.kv_name, engine.bootstrap_port, None, authority.encode())
+    return await fetch(ConnectionPool(origin, PoolSettings(), asyncio.get_running_loop()), f"/{path}", ANSWER_MOST)

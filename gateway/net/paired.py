@@ -1,0 +1,209 @@
+"""One attempt at a disaggregated exchange: the two legs, where it stands, and what must outlive it when its client leaves.
+
+The decode leg is the call itself, as its answer is what is relayed; the prefill leg is beside it. An attempt never becomes
+another one: a second try has other leases, another id, and nothing of what the first one was handed (pd.md 6.1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+from gateway.core import headers
+from gateway.core.backend import Holding
+from gateway.core.disagg.asked import Asked
+from gateway.core.disagg.base import GENERATING, OWNED_FIELDS, Connector, Handoff, Pair
+from gateway.core.disagg.base import Leg as Request
+from gateway.core.disagg.parting import NEXT, Parting, State, parting
+from gateway.core.exchange import Exchange
+from gateway.core.head import ResponseHead
+from gateway.net.call import Call
+from gateway.net.hold import Hold
+from gateway.net.legs import Leg, beside
+from gateway.net.releases import Detached, Released, Releases
+from gateway.net.upstream import Origin
+
+# With a coded answer, what prefill brought could not be read.
+_NOT_TO_PREFILL = OWNED_FIELDS | {b"accept-encoding"}
+
+
+class PairSettings(NamedTuple):
+    """What the operator decided of disaggregation. Seconds; octets."""
+
+    connector: Connector
+    paths: frozenset[bytes] = GENERATING  # whose requests are judged
+    min_prompt_bytes: int = 0
+    prefill_timeout: float | None = None
+    hold: float = 30.0
+    release: bool = True
+    notifies: bool = True  # a decode engine that refuses a request tells the prefill engine to let go
+    release_timeout: float = 30.0
+    release_cap: int = 4
+    admission_grace: float = 5.0
+    abort_unsafe: bool = False
+    fallback: bool = False
+    callback: str = ""
+
+
+class PairObserver(Protocol):
+    """What disaggregation tells. It must not raise, and is called synchronously."""
+
+    def bypassed(self, reason: str) -> None: ...
+
+    def fell_back(self, reason: str) -> None: ...
+
+    def prefilled(self, exchange: Exchange, connector: str, seconds: float) -> None:
+        """Prefill's request written to its answer read."""
+
+    def handed_over(self, exchange: Exchange, connector: str, seconds: float) -> None:
+        """Prefill's answer read to decode's request written."""
+
+    def decoding(self, exchange: Exchange, connector: str, seconds: float) -> None:
+        """Decode's request written to the first octet of its body."""
+
+    def held(self, connector: str, seconds: float) -> None:
+        """Prefill's answer read to decode's first octet: KV was held for so long."""
+
+    def parted(self, phase: str) -> None:
+        """The client left."""
+
+    def released(self, result: str) -> None: ...
+
+    def stranded(self, connector: str, tokens: int) -> None:
+        """KV that nobody will fetch."""
+
+    def recomputed(self) -> None: ...
+
+
+class Paired:
+    __slots__ = (
+        "_releases", "answer", "answered", "asked", "call", "handoff", "holding", "opening", "pair", "prefill", "sent",
+        "settings", "state", "tasks", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, call: Call, asked: Asked, settings: PairSettings, releases: Releases, tokens: int):
+        self.call, self.asked, self.settings, self._releases, self.tokens = call, asked, settings, releases, tokens
+        self.state = State.QUEUED
+        self.prefill: Leg = beside(call.exchange)
+        self.pair: Pair | None = None
+        self.handoff: Handoff | None = None
+        self.holding: Holding | None = None
+        self.answered = 0.0  # when prefill's answer had been read
+        self.sent = 0.0  # when decode's request was written
+        self.answer: asyncio.Future[ResponseHead] | None = None  # decode's
+        self.opening: Hold | None = None  # of decode's body
+        self.tasks: tuple[asyncio.Task[Any], ...] = ()  # of the legs, where both are under way at once
+
+    def become(self, state: State) -> None:
+        if state not in NEXT[self.state] and state is not State.DONE:
+            raise AssertionError(f"a pair of legs in state {self.state} cannot come to {state}")
+        self.state = state
+
+    def octets(self, request: Request, origin: Origin, *, prefill: bool = False) -> bytes:
+        """A leg's request, as it is sent: the client's own fields, but for those that tell engines where KV is."""
+        call, route, head = self.call, self.call.route, self.call.request.head
+        assert route is not None and head is not None
+        without = _NOT_TO_PREFILL if prefill else OWNED_FIELDS
+        host = head.named.get(b"host", b"") if route.authority is None else route.authority
+        lines = headers.upstream_head(
+            head,
+            request.path,
+            host=origin.host_field,
+            request_id=request.request_id,
+            forwarding=call.client.forwarding(host) if call.policy.forwarded else None,
+            length=len(request.body),
+            credential=origin.credential,
+            without=without,
+            fields=request.fields,
+        )
+        return lines + request.body
+
+    def fetched(self) -> None:
+        """What prefill held has been fetched, or is gone."""
+        holding, self.holding = self.holding, None
+        if holding is not None:
+            holding.end()
+
+    def part(self) -> None:
+        """The exchange ends, whatever state this is in: what must outlive it is handed on. May be called again."""
+        found = parting(
+            self.state,
+            holds=self.holding is not None,
+            unsafe=self.settings.abort_unsafe,
+        )
+        if found is Parting.RELEASE:
+            self.give_up()
+        elif found is Parting.DETACH:
+            self._detach()
+        self.end()
+
+    def give_up(self) -> None:
+        """Nobody will come for what prefill holds: have it freed, or count it."""
+        holding, self.holding = self.holding, None
+        if holding is None:
+            return
+        settings, lease, connections = self.settings, self.call.lease, self.call.connections
+        assert self.pair is not None
+        handoff = self.handoff or Handoff()
+        request = settings.connector.release(self.asked, self.pair, handoff) if settings.release else None
+        octets = None
+        if request is not None and connections is not None and lease is not None:
+            octets = self.octets(request, connections.origin)
+        self._releases.release(
+            Released(
+                octets,
+                lease.backend if lease is not None else None,
+                connections,
+                holding,
+                self.tokens,
+                self.answered + settings.hold,
+                settings.release_timeout,
+                settings.release_cap,
+                settings.connector.name,
+            )
+        )
+
+    def _detach(self) -> None:
+        """Take decode's leg from the call: it goes on to its first octet."""
+        call, settings = self.call, self.settings
+        holding, self.holding = self.holding, None
+        connection, call.connection = call.connection, None
+        if connection is None or self.answer is None or call.lease is None or call.route is None:
+            if holding is not None:
+                self._releases.lost(holding, self.tokens, self.answered + settings.hold, settings.connector.name)
+            return
+        unsafe = settings.abort_unsafe
+        # both or neither: a transfer has two ends
+        prefill, self.prefill, call.others = self.prefill, beside(call.exchange), ()
+        self._cancel(self.tasks[1:])
+        self.tasks = ()
+        whole = not self.asked.stream and not unsafe
+        self._releases.detach(
+            Detached(
+                self.answer,
+                self.opening,
+                connection,
+                call.lease.backend.lease(),
+                holding,
+                self.tokens,
+                self.answered + settings.hold,
+                self.sent + settings.admission_grace if whole else None,
+                settings.release_timeout,
+                settings.connector.name,
+                call.dialect,
+                prefill,
+            )
+        )
+
+    def end(self) -> None:
+        """Give back all that is left, at once. May be called again."""
+        self.state = State.DONE
+        self.fetched()
+        self._cancel(self.tasks)
+        self.prefill.end()
+
+    def _cancel(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+        for task in tasks:
+            if task is not asyncio.current_task():
+                task.cancel()

@@ -1,0 +1,153 @@
+"""What outlives its exchange, so that no KV is left behind: release legs, and decode legs that go on without a client.
+
+Whoever leaves between prefill's answer and decode's first octet leaves KV on the prefill engine, which nobody but a decode
+engine can have it free: by fetching it. So the gateway asks for one token in the client's stead (release), or lets the request
+that is under way go on until it has begun (detach). Both end by themselves, are bounded in number or in time, and are waited
+for when the gateway stops. What cannot be freed is counted: it is gone when the engine's own time for it is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gateway.core.backend import Backend, Holding, Lease
+from gateway.core.dialects import Dialect
+from gateway.core.head import ResponseHead
+from gateway.errors import Refusal
+from gateway.net.fetch import Page
+from gateway.net.hold import Hold
+from gateway.net.legs import Leg
+from gateway.net.opening import Opening
+from gateway.net.tasks import Tasks
+from gateway.net.upstream import Connection, ConnectionPool
+
+ANSWER_MOST = 1 << 20  # octets of the answer to a release leg, which is thrown away
+
+
+class Released(NamedTuple):
+    """KV to be freed. `octets`: the request that does it, to the decode engine that was to fetch it; None for none."""
+
+    octets: bytes | None
+    backend: Backend | None
+    connections: ConnectionPool | None
+    holding: Holding
+    tokens: int
+    expires: float  # when the prefill engine frees it by itself
+    seconds: float
+    cap: int  # releases at once on one decode backend
+    connector: str
+
+
+class Detached(NamedTuple):
+    """A decode leg whose client has left. `opening`: of its body, where its head has come."""
+
+    answer: asyncio.Future[ResponseHead]
+    opening: Hold | None
+    connection: Connection
+    lease: Lease
+    holding: Holding | None
+    tokens: int
+    expires: float
+    until: float | None  # it is cut then at the latest: decode must have fetched KV by then
+    seconds: float
+    connector: str
+    dialect: Dialect
+    prefill: Leg  # what is under way there still, and ends with it
+
+
+class Releases:
+    """`released`, `stranded`: told of how each ended, and of what is left behind (`paired.PairObserver`)."""
+
+    def __init__(self, tasks: Tasks, released: Callable[[str], None], stranded: Callable[[str, int], None]):
+        self._tasks, self._released, self._stranded = tasks, released, stranded
+        self._running: Counter[str] = Counter()  # release legs, by the decode backend's name
+        self.busy = 0  # all that is under way
+
+    def release(self, work: Released) -> None:
+        left = work.expires - time.monotonic()
+        name = "" if work.backend is None else work.backend.name
+        if work.octets is None or work.backend is None or work.connections is None or left <= 0:
+            self.lost(work.holding, work.tokens, work.expires, work.connector)
+        elif self._running[name] >= work.cap:
+            self._released("capped")
+            self.lost(work.holding, work.tokens, work.expires, work.connector)
+        else:
+            self._running[name] += 1
+            self.busy += 1
+            lease = work.backend.lease()
+            self._tasks.start(self._release(work, lease, work.connections, work.octets, min(work.seconds, left)), "release leg")
+
+    async def _release(self, work: Released, lease: Lease, connections: ConnectionPool, octets: bytes, seconds: float) -> None:
+        result, connection = "failed", None
+        try:
+            async with asyncio.timeout(seconds):
+                connection = connections.take() or await connections.open()
+                page = Page(connection, await connection.send(octets, b"POST"))
+                await page.whole(ANSWER_MOST)
+                result = "done" if 200 <= page.head.status < 300 else "refused"
+        except TimeoutError:
+            result = "timeout"
+        except Refusal:
+            pass  # no connection, or it broke
+        finally:
+            if connection is not None:
+                connection.drop()
+            self._running[lease.backend.name] -= 1
+            self.busy -= 1
+            self._released(result)
+            if result == "done":
+                work.holding.end()
+            else:
+                self.lost(work.holding, work.tokens, work.expires, work.connector)
+            lease.release()
+
+    def detach(self, work: Detached) -> None:
+        self.busy += 1
+        self._tasks.start(self._detach(work), "detached decode leg")
+
+    async def _detach(self, work: Detached) -> None:
+        now, result = time.monotonic(), "lost"
+        seconds = work.seconds if work.until is None else min(work.seconds, max(work.until - now, 0.0))
+        try:
+            async with asyncio.timeout(seconds):
+                await _begun(work)
+            result = "detached"
+        except TimeoutError:
+            result = "detached" if work.until is not None else "timeout"
+        except Refusal:
+            pass  # it broke before it had begun
+        finally:
+            work.connection.drop()
+            self.busy -= 1
+            self._released(result)
+            if work.holding is not None:
+                if result == "detached":
+                    work.holding.end()
+                else:
+                    self.lost(work.holding, work.tokens, work.expires, work.connector)
+            work.prefill.end()
+            work.lease.release()
+
+    def lost(self, holding: Holding, tokens: int, expires: float, connector: str) -> None:
+        """It stays until the prefill engine's own time for it is over."""
+        self._stranded(connector, tokens)
+        left = expires - time.monotonic()
+        if left > 0:
+            asyncio.get_running_loop().call_later(left, holding.end)
+        else:
+            holding.end()
+
+
+async def _begun(work: Detached) -> None:
+    """Wait for the first octet of decode's body, or for its refusal. Raises Refusal."""
+    opening = work.opening
+    if opening is None:
+        head = await work.answer
+        if not 200 <= head.status < 300:
+            return
+        opening = Opening(work.connection, head, work.dialect)
+    await opening.done

@@ -1,0 +1,112 @@
+"""Every connector that the gateway speaks, against engines that keep a ledger: the text is that of one engine alone, nothing
+is computed twice, nothing stays behind, whoever leaves and whenever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.configdisagg import Connector
+from tests.support.disagg import BODIES, PATHS, Start, mocks, said, undisturbed
+from tests.support.gateway import until
+from tests.support.script import post
+
+NAMES = [name for name in Connector.__args__ if name != "sidecar"]
+# whose engines tell nobody that they compute a prompt: that it was spared shows in `loaded`
+STORES = ("lmcache", "shared_storage")
+
+
+def request(path: str, body: dict[str, Any], **changes: Any) -> bytes:
+    return post(json.dumps({**body, **changes}).encode(), path)
+
+
+def options(name: str, folder: Path) -> dict[str, Any]:
+    return {"knobs": {"store": str(folder / "kv")}} if name in STORES else {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_the_text_of_one_engine(start_gateway: Start, name: str, tmp_path: Path) -> None:
+    async with mocks(name, **options(name, tmp_path)) as engines:
+        gateway = await start_gateway(config=engines.config())
+        count = 0
+        for api, path in PATHS.items():
+            for stream in (True, False):
+                body = {**BODIES[api], "stream": stream}
+                answer = await gateway.ask(request(path, body))
+                assert answer.status == 200, answer.body
+                assert answer.get("content-type", "").startswith("text/event-stream" if stream else "application/json")
+                text = answer.text() if stream else said(answer.json())
+                assert text == await undisturbed(path, body)
+                count += 1
+        await engines.at_rest(gateway)
+        (decoder,) = await engines.states(engines.decodes)
+        assert (decoder["loaded"], decoder["recomputed"]) == (count, 0)
+        assert await engines.held() == 0
+        samples = await gateway.metrics()
+        assert samples.value("tokenpipe_pd_stranded_total") == samples.value("tokenpipe_pd_fallback_total") == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_leaving_at_any_moment(start_gateway: Start, name: str, tmp_path: Path) -> None:
+    """Fifty clients, streaming and not, each at a random moment of an exchange; then one that stays gets what it is to get."""
+    chance = random.Random(name)
+    async with mocks(name, 2, 2, **options(name, tmp_path)) as engines:
+        gateway = await start_gateway(config=engines.config(hold=2, release_timeout=2))
+        # what nobody fetches is over within the test, as it would be on an engine
+        await engines.turn(engines.all, lease=2)
+
+        async def one() -> None:
+            client = await gateway.connect()
+            await client.send(request(PATHS["chat"], BODIES["chat"], stream=chance.random() < 0.5))
+            await asyncio.sleep(chance.uniform(0, 0.07))
+            client.reset()
+
+        for _ in range(10):
+            await asyncio.gather(*(one() for _ in range(5)))
+        await engines.at_rest(gateway)
+        body = {**BODIES["chat"], "stream": True, "seed": 8}
+        assert (await gateway.ask(request(PATHS["chat"], body))).text() == await undisturbed(PATHS["chat"], body)
+        await engines.at_rest(gateway)
+        assert await engines.counted("recomputed") == 0 or name in STORES
+
+
+PHASES = {  # knobs of prefill and of decode that make an exchange stand in a phase, and who shows that it does
+    "prefill": ({"ttft": 60}, {}, "prefill"),
+    "decode_wait": ({}, {"ttft": 60}, "decode"),
+    "streaming": ({}, {"itl": 60}, "decode"),
+}
+
+
+@pytest.mark.seconds(60)
+@pytest.mark.parametrize("phase", PHASES)
+async def test_three_hundred_leave_at_once(start_gateway: Start, phase: str) -> None:
+    ours, theirs, where = PHASES[phase]
+    async with mocks("nixl") as engines:
+        gateway = await start_gateway(config=engines.config(release_timeout=2, admission_grace=0.5))
+        await engines.turn(engines.prefills, **{"ttft": 0, "itl": 0, **ours})
+        await engines.turn(engines.decodes, **{"ttft": 0, "itl": 0, **theirs})
+        (watched,) = engines.prefills if where == "prefill" else engines.decodes
+        clients = [await gateway.connect() for _ in range(300)]
+        for client in clients:
+            await client.send(request(PATHS["chat"], BODIES["chat"], stream=True))
+        await until(lambda: watched.running == 300, "all of them in this phase", 20)
+        if phase == "streaming":
+            for client in clients:
+                await client.receive_until(b'"role"')
+        before = gateway.rss()
+        for client in clients:
+            client.reset()
+        await engines.at_rest(gateway, seconds=20)
+        assert gateway.rss() - before < 20 << 20
+        await engines.turn(engines.all, ttft=0, itl=0)
+        body = {**BODIES["chat"], "stream": True}
+        assert (await gateway.ask(request(PATHS["chat"], body))).text() == await undisturbed(PATHS["chat"], body)
+        await engines.at_rest(gateway)
+        assert await engines.counted("recomputed") == 0
+        samples = await gateway.metrics()
+        assert sum(v for n, _, v in samples if n == "tokenpipe_pd_aborts_total") == 300
