@@ -103,21 +103,32 @@ async def test_least_loaded_avoids_the_busy(start_gateway: Start) -> None:
 
 async def test_one_refuses(start_gateway: Start) -> None:
     """A POST whose connection was refused goes elsewhere, each of them exactly once, and no client learns of it."""
+    async with fleet(2) as backends:
+        gateway = await start_gateway(config={"health": SLOW}, backends=urls(backends))
+        await reached(gateway, 2, health="up")
+        backends[0].close_listener()
+        answers = await asyncio.gather(*(gateway.ask(chat(f"r-{n}")) for n in range(40)))
+        assert {a.status for a in answers} == {200}
+        ids = Counter(r.get("x-request-id") for r in backends[1].requests)
+        assert ids == {f"r-{n}": 1 for n in range(40)}
+        samples = await gateway.metrics()
+        retried = samples.value("tokenpipe_retries_total", reason="upstream_connect")
+        assert retried >= 1
+        entries = await gateway.logged(20, outcome="complete")
+        assert sum(e["attempts"] - 1 for e in entries) == retried
+        # five failures, and it is not asked any more
+        assert samples.value("tokenpipe_backend_failures_total") >= 5
+        await reached(gateway, 1, breaker="open")
+
+
+async def test_one_has_refused_from_the_start(start_gateway: Start) -> None:
+    """It is not asked while another one serves: its first probe says enough."""
     async with fleet(1) as backends:
         with refusing() as dead:
             gateway = await start_gateway(config={"health": SLOW}, backends=[dead, *urls(backends)])
             answers = await asyncio.gather(*(gateway.ask(chat(f"r-{n}")) for n in range(40)))
             assert {a.status for a in answers} == {200}
-            ids = Counter(r.get("x-request-id") for r in backends[0].requests)
-            assert ids == {f"r-{n}": 1 for n in range(40)}
-            samples = await gateway.metrics()
-            retried = samples.value("tokenpipe_retries_total", reason="upstream_connect")
-            assert retried >= 1
-            entries = await gateway.logged(20, outcome="complete")
-            assert sum(e["attempts"] - 1 for e in entries) == retried
-            # five failures, and it is not asked any more
-            assert samples.value("tokenpipe_backend_failures_total") >= 5
-            await reached(gateway, 1, breaker="open")
+            assert len(backends[0].requests) == 40
 
 
 async def test_all_refuse(start_gateway: Start) -> None:
