@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import ctypes
 import heapq
+import itertools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -39,16 +41,13 @@ class _Spec(ctypes.Structure):
 class Wake:
     """One who waits. `cancel` is all there is to do with it."""
 
-    __slots__ = ("call", "when")
+    __slots__ = ("call",)
 
-    def __init__(self, when: float, call: Callable[[], None] | None):
-        self.when, self.call = when, call
+    def __init__(self, call: Callable[[], None] | None):
+        self.call = call
 
     def cancel(self) -> None:
         self.call = None
-
-    def __lt__(self, other: Wake) -> bool:
-        return self.when < other.when
 
 
 class Alarm:
@@ -62,18 +61,26 @@ class Alarm:
             raise OSError(number, f"timerfd_create: {os.strerror(number)}")
         self._spec = _Spec()
         self._pointer = ctypes.byref(self._spec)
-        self._waiting: list[Wake] = []
+        self._settime = self._libc.timerfd_settime
+        # Compared in C; the number keeps the order of those that ask for the same moment.
+        self._waiting: list[tuple[float, int, Wake]] = []
+        self._numbers = itertools.count()
         self._set = _NEVER
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._fd, self._ring)
+        self._loop.add_reader(self._fd, self.ring)
 
     def at(self, when: float, call: Callable[[], None]) -> Wake:
         """A moment that is past comes with the loop's next round."""
-        wake = Wake(when, call)
-        heapq.heappush(self._waiting, wake)
+        wake = Wake(call)
+        heapq.heappush(self._waiting, (when, next(self._numbers), wake))
         if when < self._set:
             self._arm(when)
         return wake
+
+    def catch_up(self) -> None:
+        """Call those whose moment has passed, though the loop has not come round: in the midst of long work."""
+        if self._set <= time.monotonic():
+            self.ring()
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -88,19 +95,29 @@ class Alarm:
         seconds = int(when)
         # Nothing but zero would disarm it: a moment in the first nanosecond since boot is not asked for.
         spec.s, spec.ns = seconds, int((when - seconds) * 1e9)
-        self._libc.timerfd_settime(self._fd, _ABSOLUTE, self._pointer, None)
+        self._settime(self._fd, _ABSOLUTE, self._pointer, None)
 
-    def _ring(self) -> None:
-        waiting = self._waiting
+    def ring(self) -> None:
+        """Call those whose moment has come, each once: who asks again from within his call has another round."""
+        waiting, due = self._waiting, []
         now = time.monotonic()
-        while waiting and (waiting[0].call is None or waiting[0].when <= now):
-            call = heapq.heappop(waiting).call
-            if call is not None:
-                call()
+        while waiting and (waiting[0][0] <= now or waiting[0][2].call is None):
+            due.append(heapq.heappop(waiting)[2])
+        self._set = -math.inf  # nobody sets the timer in the meantime
+        for wake in due:
+            if wake.call is not None:
+                self._call(wake.call)
         if waiting:
-            # Setting it anew makes the descriptor quiet, as reading it would.
-            self._arm(max(waiting[0].when, now + _GRAIN))
+            # Setting it anew makes the descriptor quiet, as reading it would. Who is behind is not kept waiting.
+            first = waiting[0][0]
+            self._arm(first if first <= now else max(first, now + _GRAIN))
         else:
             self._set = _NEVER
             with contextlib.suppress(BlockingIOError):
                 os.read(self._fd, 8)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # of one of them: the others are still to be called
+            self._loop.call_exception_handler({"message": "a call at its moment failed", "exception": error})

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from aiohttp import web
+from aiohttp.http import HttpVersion11
 
 from gateway.synthetic.ask import Ask
 from gateway.synthetic.damage import Damage
@@ -24,6 +25,7 @@ from gateway.synthetic.outlet import Fields, Ordinary, Outlet, Raw
 from gateway.synthetic.refusals import VllmRefusal, failed
 from gateway.synthetic.responses import Responses
 from gateway.synthetic.sendlog import RUNNING, Entry
+from gateway.synthetic.voice import Spoken
 from gateway.synthetic.wire import Event, Mark, json_response
 
 _LYING: Final = ("cl_short", "cl_long")
@@ -75,30 +77,34 @@ class Answer:
         plan, generation = self._plan, self._generation
         outlet, raw = self._outlet()
         incidents = Incidents(self._engine, generation, self._shape, raw, self._entry, streamed=True)
-        damage = Damage(plan.strikes, framer(plan.behaviour))
-        course = _Course(outlet, incidents, damage, final_blank=plan.behaviour.final_blank)
+        framed = framer(plan.behaviour)
+        course = _Course(outlet, incidents, Damage(plan.strikes, framed), final_blank=plan.behaviour.final_blank)
+        voice = None
+        if isinstance(outlet, Ordinary) and not plan.behaviour.comment:
+            voice = Spoken(outlet, self._shape, framed, even=generation.even)
         due = generation.start + plan.behaviour.head
         await incidents.at(Place.HEAD, due)
         await generation.rest(due)
         await outlet.open(self._fields, due)
         incidents.opened(outlet, time.monotonic())
         try:
-            await self._events(course, due, incidents)
+            await self._events(course, due, incidents, voice)
         except EngineFault as fault:
             return await self._fail(fault, outlet)
         response = await outlet.end()
         await incidents.at(Place.END, time.monotonic())
         return response
 
-    async def _events(self, course: _Course, due: float, incidents: Incidents) -> None:
+    async def _events(self, course: _Course, due: float, incidents: Incidents, voice: Spoken | None) -> None:
         generation = self._generation
         await course.send(self._shape.opening(), due, 0)
         await incidents.at(Place.TOKEN, due)
-        async for step in generation.steps(incidents):
+        async for step in generation.steps(incidents, voice):
             due = step.due
             await course.send(self._shape.step(step), due, step.number)
             await incidents.at(Place.TOKEN, due, step.number)
-        await course.send(self._shape.closing(), due, generation.tokens)
+        if voice is None or not voice.over:
+            await course.send(self._shape.closing(), due, generation.tokens)
 
     async def _fail(self, fault: EngineFault, outlet: Outlet) -> web.StreamResponse:
         self._entry.ended = "error"
@@ -112,7 +118,7 @@ class Answer:
 
     def _outlet(self) -> tuple[Outlet, Raw | None]:
         behaviour, strikes = self._plan.behaviour, self._plan.strikes
-        if behaviour.plain and behaviour.final_blank and not strikes:
+        if behaviour.plain and behaviour.final_blank and not strikes and self._request.version >= HttpVersion11:
             return Ordinary(self._request, self._entry), None
         measured = behaviour.framing == "length" or any(strike.name in _LYING for strike in strikes)
         raw = Raw(self._request, behaviour, self._entry, self._measure() if measured else None)

@@ -50,7 +50,12 @@ class Chat:
                 yield from self._part(part, step, step.finish if at >= riding else None)
         if step.finish is not None and riding == len(step.parts):
             for choice in range(self._ask.choices):
-                yield self._token(choice, "", step, self._finish())
+                yield self._token(choice, "", step.number, self._finish())
+
+    def word(self) -> Event | None:
+        if self._accounts.continuous:
+            return None
+        return self._token(0, '"content":\0', 0, None)
 
     def closing(self) -> Iterator[Event]:
         return self._accounts.close(self._chunk)
@@ -113,13 +118,13 @@ class Chat:
             else:
                 call = f'"index":{part.call},"function":{{"arguments":{json_string(text)}}}'
                 delta = f'"content":null,"tool_calls":[{{{call}}}]'
-            yield self._token(choice, delta, step, finish)
+            yield self._token(choice, delta, step.number, finish)
 
-    def _token(self, choice: int, delta: str, step: Step, reason: str | None) -> Event:
+    def _token(self, choice: int, delta: str, number: int, reason: str | None) -> Event:
         finish = "null" if reason is None else f'"{reason}","stop_reason":{self._generation.stop_reason}'
         # The fingerprint comes once: on the usage chunk where there is one.
         tail = "" if reason is None or self._accounts.final else f',"system_fingerprint":"{FINGERPRINT}"'
-        counted = self._accounts.beside(self._ask.prompt_tokens, step.number, last=reason is not None)
+        counted = self._accounts.beside(self._ask.prompt_tokens, number, last=reason is not None)
         return Event(
             None,
             f'{self._chunk}{{"index":{choice},"delta":{{{delta}}},"logprobs":null,'

@@ -35,20 +35,26 @@ class Completions:
     def step(self, step: Step) -> Iterator[Event]:
         if step.number == 0 and step.finish == "abort":
             return
-        last = step.finish is not None
-        finish, reason = (f'"{step.finish}"', self._generation.stop_reason) if last else ("null", "null")
-        tail = f',"system_fingerprint":"{FINGERPRINT}"' if last and not self._accounts.final else ""
-        # Each choice's own count against its own prompt is what vLLM sends; prompts of one request count alike here.
-        counted = self._accounts.beside(self._ask.prompt_tokens // self._ask.prompts, step.number, last=last)
-        texts = step.parts[0].texts if step.parts else ("",) * self._ask.choices * last
+        texts = step.parts[0].texts if step.parts else ("",) * self._ask.choices * (step.finish is not None)
         for choice, text in enumerate(texts):
             shown = json_text(self._echoed(choice) + text) if step.first else json_string(text)
-            yield Event(
-                None,
-                f'{self._head}{{"index":{choice},"text":{shown},"logprobs":null,"finish_reason":{finish},'
-                f'"stop_reason":{reason},"prompt_token_ids":null,"token_ids":null}}]{counted}{tail}}}',
-                Mark.FINISH if last else Mark.OUTPUT,
-            )
+            yield self._token(choice, shown, step.number, step.finish)
+
+    def word(self) -> Event | None:
+        return None if self._accounts.continuous else self._token(0, "\0", 0, None)
+
+    def _token(self, choice: int, shown: str, number: int, ending: str | None) -> Event:
+        last = ending is not None
+        finish, reason = (f'"{ending}"', self._generation.stop_reason) if last else ("null", "null")
+        tail = f',"system_fingerprint":"{FINGERPRINT}"' if last and not self._accounts.final else ""
+        # Each choice's own count against its own prompt is what vLLM sends; prompts of one request count alike here.
+        counted = self._accounts.beside(self._ask.prompt_tokens // self._ask.prompts, number, last=last)
+        return Event(
+            None,
+            f'{self._head}{{"index":{choice},"text":{shown},"logprobs":null,"finish_reason":{finish},'
+            f'"stop_reason":{reason},"prompt_token_ids":null,"token_ids":null}}]{counted}{tail}}}',
+            Mark.FINISH if last else Mark.OUTPUT,
+        )
 
     def closing(self) -> Iterator[Event]:
         return self._accounts.close(self._head)

@@ -39,6 +39,11 @@ class Dialect(Protocol):
 
     def step(self, step: Step) -> Iterable[Event]: ...
 
+    def word(self) -> Event | None:
+        """The event of any step but the first and the last of an even answer, NUL where its text, a JSON string, stands.
+        None: they differ in more than that."""
+        ...
+
     def closing(self) -> Iterable[Event]: ...
 
     def whole(self) -> str:

@@ -25,11 +25,13 @@ _TOKENS = f"expected a number of tokens (64) or a distribution: {_FORMS}, accept
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A parsed distribution. `spec` is what was written, for messages and equality; `drafts` those of `accepted`."""
+    """A parsed distribution. `spec` is what was written, for messages and equality; `drafts` those of `accepted`; `drawn`:
+    whether there is any chance in it."""
 
     spec: str
     _draw: Draw = field(repr=False, compare=False)
     drafts: int = 0
+    drawn: bool = field(default=True, compare=False)
 
     def draw(self, rng: Random, nth: int = 0, prompt: int = 0) -> float:
         """One value: `nth` chooses from a list, `prompt` tokens are what per_token counts."""
@@ -62,7 +64,8 @@ def parse(spec: object, *, tokens: bool = False) -> Distribution:
         raise ValueError(f"{spec!r}: {form} is expected, and {len(words)} value(s) were found")
     if tokens and kind == "constant" and values[0] < 1:
         raise ValueError(f"{words[0]} is out of range: 1 or more is expected")
-    return Distribution(spec.strip(), make(spec, values), int(values[0]) if kind == "accepted" else 0)
+    drafts, drawn = int(values[0]) if kind == "accepted" else 0, kind not in _SETTLED
+    return Distribution(spec.strip(), make(spec, values), drafts, drawn)
 
 
 def _number(spec: str, word: str | float, expected: str) -> float:
@@ -120,6 +123,7 @@ def _accepted(spec: str, drafts: float, chance: float) -> Draw:
     return draw
 
 
+_SETTLED = ("constant", "per_token", "list")
 _KINDS: dict[str, tuple[tuple[str, ...], Callable[[str, list[float]], Draw]]] = {
     "constant": (("VALUE",), lambda spec, v: _constant(v[0])),
     "normal": (("MEAN", "STDDEV"), lambda spec, v: _normal(v[0], v[1])),

@@ -39,6 +39,10 @@ class Engine:
         self._waiting: deque[Generation] = deque()
         self._blocks = 0
         self._sequences = 0
+        metrics.running.set_function(lambda: len(self._running))
+        metrics.waiting.set_function(lambda: len(self._waiting))
+        metrics.waiting_by_reason["capacity"].set_function(lambda: len(self._waiting))
+        metrics.kv_usage.set_function(self._kv_usage)
 
     @property
     def running(self) -> int:
@@ -133,12 +137,9 @@ class Engine:
             self._blocks += generation.blocks
             self._sequences += generation.sequences
             generation.scheduled(time.monotonic())
-        metrics, waiting = self.metrics, len(self._waiting)
-        metrics.running.set(len(self._running))
-        metrics.waiting.set(waiting)
-        metrics.waiting_by_reason["capacity"].set(waiting)
-        total = self.capacity.kv_blocks or BLOCKS
-        metrics.kv_usage.set(min(1.0, (self._blocks + self.held_blocks) / total))
+
+    def _kv_usage(self) -> float:
+        return min(1.0, (self._blocks + self.held_blocks) / (self.capacity.kv_blocks or BLOCKS))
 
     def _fits(self, generation: Generation) -> bool:
         capacity = self.capacity

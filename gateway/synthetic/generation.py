@@ -21,6 +21,7 @@ from random import Random
 from types import TracebackType
 from typing import Final, Protocol
 
+from gateway.synthetic.alarm import Wake
 from gateway.synthetic.ask import Ask
 from gateway.synthetic.behaviour import MOST_TOKENS
 from gateway.synthetic.engine import DEATH, Engine
@@ -65,6 +66,22 @@ class Timeline(Protocol):
     async def run(self) -> None: ...
 
 
+class Voice(Protocol):
+    """Who writes steps as they are given out, at once: no coroutine is resumed for them. What each of the two returns tells
+    whether there may be another one yet; `settled` waits until there may be."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether `text` may be called for a step that brings words and does not end the answer."""
+        ...
+
+    def text(self, text: str, due: float) -> bool: ...
+
+    def step(self, step: Step) -> bool: ...
+
+    async def settled(self) -> None: ...
+
+
 class Quiet:
     """Nothing else happens."""
 
@@ -84,13 +101,18 @@ class Generation:
         behaviour = plan.behaviour
         self._engine, self._ask, self.plan = engine, ask, plan
         self.start = time.monotonic()
-        self._clock, self._bundles = plan.random("time"), plan.random("bundles")
+        bundles = behaviour.tokens_per_event
+        self._clock = plan.random("time", drawn=behaviour.ttft.drawn or behaviour.itl.drawn)
+        self._bundles = plan.random("bundles", drawn=bundles is not None or behaviour.hidden > 0)
         self.id = plan.random("id").randbytes(8).hex()
         self.length, self._ending, self._layout = _extent(engine, ask, plan)
         # A request that brings its own seed gets the same words whenever and wherever it is asked.
         self._source = f"{plan.seed}:{plan.index}" if ask.seed is None else f"asked:{ask.seed}"
         self._choices = self._speeches(self._source)
         self._simple = self._layout.simple and not behaviour.hidden
+        # Whether each step is of one token: `_take` stays what it is.
+        interval = behaviour.stream_interval if ask.stream_interval is None else ask.stream_interval
+        self._single = interval == 1 and behaviour.tokens_per_event is None
         self.sequences = ask.choices
         # The key-value cache is taken up front, prompt and output: near enough, and nothing to do per token.
         self.blocks = -(-(ask.prompt_tokens + self.length * ask.choices) // BLOCK_SIZE)
@@ -105,6 +127,8 @@ class Generation:
         # What is to be done with its blocks when it ends.
         self.on_finish: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: Wake | None = None
+        self._voice: Voice | None = None
         self._due, self._take, self._gaps = math.inf, 0, 0
         self._admitted = False
         self._conclusion: str | None = None
@@ -146,6 +170,11 @@ class Generation:
     def first_token(self) -> float:
         """Seconds from its slot to its first token."""
         return self._ttft
+
+    @property
+    def even(self) -> bool:
+        """Whether every step is a run of words of one answer, and nothing else."""
+        return self._simple and self._ask.choices == 1
 
     @property
     def usual(self) -> bool:
@@ -202,8 +231,8 @@ class Generation:
         while until > time.monotonic() and not self._engine.stopping and not self._engine.dead:
             await self._until(until)
 
-    async def steps(self, timeline: Timeline = _QUIET) -> AsyncIterator[Step]:
-        """What it gives out, each when it is due. Raises EngineDied."""
+    async def steps(self, timeline: Timeline = _QUIET, voice: Voice | None = None) -> AsyncIterator[Step]:
+        """What it gives out, each when it is due, unless `voice` took it. Raises EngineDied."""
         engine = self._engine
         while self.finish is None:
             if self._admitted and self.prelude is not None:
@@ -213,7 +242,10 @@ class Generation:
             if self._conclusion is not None:
                 yield self._end(self._conclusion)
                 return
-            await self._until(min(self._due, timeline.next))
+            if voice is None or self.coda is not None:
+                await self._until(min(self._due, timeline.next))
+            elif await self._speak(voice):
+                return
             if engine.dead:
                 raise EngineDied
             if engine.stopping:
@@ -227,6 +259,58 @@ class Generation:
                 if step.finish is not None and self.coda is not None:
                     await self.coda()
                 yield step
+
+    async def _speak(self, voice: Voice) -> bool:
+        """Give steps to `voice` until anything but a token comes. Whether the last one was among them."""
+        if self._engine.stopping or self._engine.dead:
+            return False
+        self._voice = voice
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._expect()
+        try:
+            await self._waiter
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._waiter = None
+        await voice.settled()
+        return self.finish is not None
+
+    def _expect(self) -> None:
+        if self._due < math.inf:
+            assert self._engine.alarm is not None
+            self._timer = self._engine.alarm.at(self._due, self._give)
+
+    def _give(self) -> None:
+        """The alarm calls: a step is due."""
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return
+        try:
+            going = self._said(time.monotonic())
+        except Exception as error:  # it is the waiting coroutine's
+            waiter.set_exception(error)
+            return
+        if going:
+            self._expect()
+        else:
+            waiter.set_result(None)
+
+    def _said(self, now: float) -> bool:
+        """One step is out. Whether the next one may follow from here."""
+        voice, take = self._voice, self._take
+        assert voice is not None
+        if voice.plain and self.tokens and self.tokens + take < self.length:
+            text = self._choices[0].plain(take)
+            self.tokens += take
+            self._engine.metrics.itl.observe(now - self._last)
+            self._last = now
+            self._count(take)
+            going = voice.text(text, self._due)
+            self._await_next()
+            return going
+        step = self._advance(now)
+        return voice.step(step) and step.finish is None
 
     def peek(self) -> list[Step]:
         """Every step to come, without its time: to know how long an answer will be. For a generation of its own."""
@@ -247,7 +331,12 @@ class Generation:
 
     def _await_next(self) -> None:
         """Settle when the next step is due, and how many tokens will have come together by then."""
-        behaviour, left = self.plan.behaviour, self.length - self.tokens
+        behaviour = self.plan.behaviour
+        if self._single:
+            self._due += behaviour.itl.draw(self._clock, self._gaps) * self._engine.pace / behaviour.speed
+            self._gaps += 1
+            return
+        left = self.length - self.tokens
         wanted = min(behaviour.stream_interval if self._ask.stream_interval is None else self._ask.stream_interval, left)
         taken = 0
         while True:
@@ -269,17 +358,21 @@ class Generation:
         else:
             metrics.itl.observe(now - self._last)
         self._last = now
-        metrics.generation_tokens.inc((self.tokens - before) * self._ask.choices)
-        bundle = self.plan.behaviour.tokens_per_event
-        if bundle is not None and bundle.drafts:
-            metrics.drafts.inc()
-            metrics.draft_tokens.inc(bundle.drafts)
-            metrics.accepted_tokens.inc(self.tokens - before - 1)
+        self._count(self.tokens - before)
         if step.finish is not None:
             self._done(now)
         else:
             self._await_next()
         return step
+
+    def _count(self, tokens: int) -> None:
+        """So many tokens of each choice in one step."""
+        metrics, bundle = self._engine.metrics, self.plan.behaviour.tokens_per_event
+        metrics.generation_tokens.inc(tokens * self._ask.choices)
+        if bundle is not None and bundle.drafts:
+            metrics.drafts.inc()
+            metrics.draft_tokens.inc(bundle.drafts)
+            metrics.accepted_tokens.inc(tokens - 1)
 
     def _next(self) -> Step:
         number = self.tokens
@@ -358,7 +451,10 @@ def _extent(engine: Engine, ask: Ask, plan: Plan) -> tuple[int, str, Layout]:
     """How many tokens, why it ends there, and which of them are what."""
     behaviour = plan.behaviour
     reasoning, calls = (0, 0) if ask.words_only else (behaviour.reasoning, behaviour.tools)
-    natural = max(behaviour.tokens.count(plan.random("length"), plan.index - 1, ask.prompt_tokens), ask.min_tokens)
+    natural = max(
+        behaviour.tokens.count(plan.random("length", drawn=behaviour.tokens.drawn), plan.index - 1, ask.prompt_tokens),
+        ask.min_tokens,
+    )
     natural = max(natural, reasoning + calls * CALL_TOKENS + 1) if reasoning or calls else natural
     room = max(1, engine.max_model_len - ask.prompt_tokens // ask.prompts)
     asked = ask.max_tokens

@@ -55,33 +55,6 @@ class Incidents:
         self._every = plan.behaviour.comment if streamed and plan.behaviour.framing != "length" else 0.0
         self._next_comment = math.inf
         self._due = generation.start
-        self._acts: dict[str, Callable[[Strike], Awaitable[None]]] = {
-            "refuse": self._reset,
-            "down": self._down,
-            "hang": self._hang,
-            "reset": self._reset,
-            "close": self._close,
-            "eof_clean": self._eof_clean,
-            "eof_trunc": self._eof_trunc,
-            "bad_chunk": self._bad_chunk,
-            "error_event": self._error,
-            "error_cut": self._error,
-            "abort": self._abort,
-            "recomputed": self._abort,
-            "half_event": self._half_event,
-            "half_done": self._half_done,
-            "engine_death": self._engine_death,
-            "stall": self._stall,
-            "trickle": self._trickle,
-            "cpu": self._cpu,
-            "status": self._status,
-            "early_hints": self._early_hints,
-            "head_garbage": self._head_garbage,
-            "http09": self._http09,
-            "extra": self._extra,
-            "keepalive_close": self._close,
-            **dict.fromkeys(_HEAD_EDITS, self._edit),
-        }
 
     # when -------------------------------------------------------------------------------------------------------------
 
@@ -125,7 +98,7 @@ class Incidents:
     async def _strike(self, strike: Strike) -> None:
         self._left.remove(strike)
         self.note(strike)
-        await self._acts[strike.name](strike)
+        await _ACTS[strike.name](self, strike)
 
     @property
     def _outlet(self) -> Raw:
@@ -258,6 +231,34 @@ class Incidents:
         assert isinstance(strike.argument, int)
         await self._outlet.write((b"HTTP/1.1 200 OK\r\n" * (strike.argument // 17 + 1))[: strike.argument])
 
+
+_ACTS: Final[dict[str, Callable[[Incidents, Strike], Awaitable[None]]]] = {
+    "refuse": Incidents._reset,
+    "down": Incidents._down,
+    "hang": Incidents._hang,
+    "reset": Incidents._reset,
+    "close": Incidents._close,
+    "eof_clean": Incidents._eof_clean,
+    "eof_trunc": Incidents._eof_trunc,
+    "bad_chunk": Incidents._bad_chunk,
+    "error_event": Incidents._error,
+    "error_cut": Incidents._error,
+    "abort": Incidents._abort,
+    "recomputed": Incidents._abort,
+    "half_event": Incidents._half_event,
+    "half_done": Incidents._half_done,
+    "engine_death": Incidents._engine_death,
+    "stall": Incidents._stall,
+    "trickle": Incidents._trickle,
+    "cpu": Incidents._cpu,
+    "status": Incidents._status,
+    "early_hints": Incidents._early_hints,
+    "head_garbage": Incidents._head_garbage,
+    "http09": Incidents._http09,
+    "extra": Incidents._extra,
+    "keepalive_close": Incidents._close,
+    **dict.fromkeys(_HEAD_EDITS, Incidents._edit),
+}
 
 _SAID: Final = {
     429: "Too many requests",

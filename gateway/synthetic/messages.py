@@ -57,8 +57,13 @@ class Messages:
                 continue
             if part.sort is not Sort.ARGUMENTS and part.sort is not self._sort:
                 yield from self._open(part.sort, _BLOCKS[part.sort])
-            delta = f'"delta":{{{_DELTAS[part.sort]}{json_string(text)}}},"index":{self._block}'
-            yield _event("content_block_delta", delta, Mark.OUTPUT)
+            yield self._delta(part.sort, json_string(text), self._block)
+
+    def word(self) -> Event | None:
+        # Characters that cost several tokens: some steps have no text, and no event.
+        if self._generation.plan.behaviour.text == "multibyte":
+            return None
+        return self._delta(Sort.TEXT, "\0", 0)
 
     def closing(self) -> Iterator[Event]:
         yield from self._close()
@@ -93,6 +98,9 @@ class Messages:
             f'"stop_reason":null,"stop_sequence":null,"usage":{self._usage(0)}}}',
             Mark.OPENING,
         )
+
+    def _delta(self, sort: Sort, said: str, block: int) -> Event:
+        return _event("content_block_delta", f'"delta":{{{_DELTAS[sort]}{said}}},"index":{block}', Mark.OUTPUT)
 
     def _open(self, sort: Sort, block: str) -> Iterator[Event]:
         yield from self._close()

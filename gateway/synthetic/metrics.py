@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from gateway.synthetic.faults import CATALOGUE
+from gateway.synthetic.tally import Count, Tally
 
 CONTENT_TYPE: Final = "text/plain; version=1.0.0; charset=utf-8"
 BLOCK_SIZE: Final = 16
@@ -115,9 +116,9 @@ class EngineMetrics:
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"vllm:{name}", text, _LABELS, registry=self._registry).labels(self._model, "0")
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"vllm:{name}", text, _LABELS, registry=self._registry).labels(self._model, "0")
+    def _counter(self, name: str, text: str) -> Count:
+        return Count(f"vllm:{name}", text, dict(zip(_LABELS, (self._model, "0"), strict=True)), self._registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self._registry)
-        return family.labels(self._model, "0")
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Tally:
+        labels = dict(zip(_LABELS, (self._model, "0"), strict=True))
+        return Tally(f"vllm:{name}", text, labels, buckets, self._registry)

@@ -1,7 +1,8 @@
 """Two ways for an answer to leave.
 
-`Ordinary` is aiohttp's and aiohttp_sse's: the head at once, one HTTP chunk and one write an event, as vLLM has it. `Raw`
-writes the same head and body itself, for answers whose bytes are to be cut, gathered, framed or broken in another way.
+`Ordinary`: the head at once, one HTTP chunk an event, as vLLM has it, and one write for all that comes at one moment. `Raw`
+is for answers whose bytes are to be cut, gathered, framed or broken in another way. Both write to the connection
+themselves: aiohttp is left with nothing to write.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from typing import Final, Protocol
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import HttpVersion11
 
 from gateway.net.sockets import reset_on_close
 from gateway.synthetic.behaviour import Behaviour
 from gateway.synthetic.segments import LAST, chunked, writes
 from gateway.synthetic.sendlog import Entry
-from gateway.synthetic.wire import EventStream
 
 Fields = list[tuple[str, str]]
 STREAM_TYPE: Final = "text/event-stream; charset=utf-8"
 # Of a rate, so many pieces a second.
 _TRICKLE: Final = 20
+_OURS: Final = (("vary", "Origin"), ("x-synthetic", "1"))
+_CHUNKED: Final = ("transfer-encoding", "chunked")
 # How long a broken end waits for the peer to take what was written before it, in seconds.
 _FLUSH: Final = 1.0
 
@@ -49,43 +52,77 @@ class Outlet(Protocol):
 
 
 class Ordinary:
+    """For a client that knows chunks. What is written is written at once: a moment in the log is one on the wire."""
+
     def __init__(self, request: web.Request, entry: Entry):
-        self._request, self._entry = request, entry
-        self._stream = EventStream()
+        self._transport = _transport_of(request)
+        self._protocol, self._writer, self._entry = request.protocol, request.writer, entry
+        self._keep = request.keep_alive
+        self._ended = False
+        # uvloop gathers what is below the mark until its round is over.
+        self._transport.set_write_buffer_limits(0)
 
     async def open(self, fields: Fields, due: float) -> None:
-        self._stream.headers.extend(fields)
-        await self._stream.prepare(self._request)
-        async with self._stream:
-            pass  # ends the task that aiohttp_sse starts for its pings: vLLM sends none
+        closing = () if self._keep else (("connection", "close"),)
+        self._write(render_head(200, [("content-type", STREAM_TYPE), *_OURS, *closing, _CHUNKED, *fields]))
         self._entry.add(due, time.monotonic(), 0)
+        await self._writer.drain()
 
     async def send(self, data: bytes, due: float) -> None:
-        await self._stream.write(data)
-        self._entry.add(due, time.monotonic(), len(data))
+        self.put(b"%x\r\n%b\r\n" % (len(data), data), due, len(data))
+        await self._writer.drain()
 
     async def end(self) -> web.StreamResponse:
-        return self._stream
+        if not self._ended:
+            self._write(LAST)
+        return Written(keep=self._keep)
+
+    def put(self, chunk: bytes, due: float, size: int) -> bool:
+        """One event of `size` bytes, as an HTTP chunk. Whether the client takes more, for now."""
+        self._write(chunk)
+        self._entry.add(due, time.monotonic(), size)
+        return not self._protocol.writing_paused
+
+    def put_all(self, events: list[bytes], due: float, *, last: bool) -> bool:
+        """Events of one moment in one write, and the body's end."""
+        chunks = [b"%x\r\n%b\r\n" % (len(event), event) for event in events]
+        if last:
+            self._ended = True
+            chunks.append(LAST)
+        if chunks:
+            self._write(b"".join(chunks))
+        now = time.monotonic()
+        for event in events:
+            self._entry.add(due, now, len(event))
+        return not self._protocol.writing_paused
+
+    async def settled(self) -> None:
+        """Until the client takes more. Raises ConnectionError if it never will."""
+        await self._writer.drain()
+
+    def _write(self, data: bytes) -> None:
+        transport = self._transport
+        if transport.is_closing():
+            raise ConnectionResetError("the client has left")
+        transport.write(data)
 
 
 class Raw:
     """Bytes, as asked for. `length` is the body's, where it is to be framed by that."""
 
     def __init__(self, request: web.Request, behaviour: Behaviour, entry: Entry, length: int | None = None):
-        transport = request.transport
-        if transport is None:
-            raise ConnectionResetError("the client has left")
-        self._request, self._transport, self._behaviour, self._entry = request, transport, behaviour, entry
+        self._request, self._behaviour, self._entry = request, behaviour, entry
+        self._transport = _transport_of(request)
         self._writer: AbstractStreamWriter = request.writer
         self._length = length
-        self._chunks = length is None and behaviour.framing == "chunked"
+        self._chunks = length is None and behaviour.framing == "chunked" and request.version >= HttpVersion11
         self._held = bytearray()
         self._events = 0
         self._sent = 0  # of the body, without its chunks
         self._rate = math.inf
         self.headless = False
         self.trailer = b""
-        self.keep = behaviour.framing != "close" and request.keep_alive
+        self.keep = (self._chunks or length is not None) and request.keep_alive
         # What a fault makes of the fields of the head.
         self.edit: Callable[[Fields], Fields] = lambda fields: fields
 
@@ -95,13 +132,13 @@ class Raw:
     async def head(self, status: int, fields: Fields, due: float) -> None:
         if self.headless:
             return
-        framed = [*fields, ("vary", "Origin"), ("x-synthetic", "1")]
+        framed = [*fields, *_OURS]
         if self._length is not None:
             framed.append(("content-length", str(self._length)))
         if not self.keep:
             framed.append(("connection", "close"))
         if self._chunks:
-            framed.append(("transfer-encoding", "chunked"))
+            framed.append(_CHUNKED)
         head = render_head(status, self.edit(framed))
         if self._behaviour.coalesce == 0:
             self._held += head
@@ -199,6 +236,12 @@ class Written(web.StreamResponse):
 
     async def write_eof(self, data: bytes = b"") -> None:
         return
+
+
+def _transport_of(request: web.Request) -> asyncio.Transport:
+    if request.transport is None:
+        raise ConnectionResetError("the client has left")
+    return request.transport
 
 
 def render_head(status: int, fields: Fields) -> bytes:

@@ -54,6 +54,9 @@ class Responses:
             if part.sort is not Sort.CALL:
                 yield self._delta(part.sort, text)
 
+    def word(self) -> Event | None:
+        return None  # they are numbered
+
     def closing(self) -> Iterator[Event]:
         yield from self._close()
         yield self._event("response.completed", f'{{"response":{self.whole()}', mark=Mark.LAST)

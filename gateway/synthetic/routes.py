@@ -132,15 +132,14 @@ class Routes:
                 self._transfer.refused(body)
             raise
         generation = Generation(engine, ask, plan)
-        entry = self._enter(request, plan, generation.id)
-        entry.plan |= {"length": str(generation.length), "first_token": f"{generation.first_token:.6g}"}
+        entry = self._enter(request, plan, generation.id, generation.length, generation.first_token)
         if self._transfer is not None:
             sent = request.headers.get("X-Request-Id")
             name = f"{_PREFIXES.get(dialect, 'resp')}-{sent or generation.id}"
             self._transfer.prepare(ask, generation, Incoming(name, sent))
         fields: Fields = []
         if "x-synth" in request.headers:
-            fields.append(("x-synth-plan", ";".join(f"{name}={value}" for name, value in entry.plan.items())))
+            fields.append(("x-synth-plan", ";".join(f"{name}={value}" for name, value in entry.plan().items())))
         slow = plan.struck("slow_read")
         if slow is not None:
             engine.metrics.faults[slow.name].inc()
@@ -162,8 +161,8 @@ class Routes:
             raise bad_request(f"x-synth: {error}.") from None
         return settle(behaviour, engine.seed, index)
 
-    def _enter(self, request: web.Request, plan: Plan, id_: str) -> Entry:
-        told = _told(plan, self._engine.behaviour)
+    def _enter(self, request: web.Request, plan: Plan, id_: str, length: int = 0, first_token: float = 0.0) -> Entry:
+        told = partial(_told, plan, self._engine.behaviour, length, first_token)
         name = request.headers.get("X-Request-Id") or id_
         return self._log.begin(Entry(name, request.path, plan.index, time.monotonic(), told))
 
@@ -284,13 +283,16 @@ def _asked_within(body: Body) -> dict[str, object]:
     return {**named, **(own or {})}
 
 
-def _told(plan: Plan, usual: Behaviour) -> dict[str, str]:
-    """A plan in words: where it comes in the order, and what is not as the server has it for everybody."""
+def _told(plan: Plan, usual: Behaviour, length: int, first_token: float) -> dict[str, str]:
+    """A plan in words: where it comes in the order, what is not as the server has it for everybody, and what came of it:
+    of a recording nothing, its `length` is 0."""
     told = {"index": str(plan.index), "seed": str(plan.seed)}
     always = {name: getattr(plan.behaviour, name) for name in ("ttft", "itl", "tokens")}
     found, before = shown(plan.behaviour), shown(usual)
     told |= {name: " ".join(str(found[name]).split()) for name in found if name in always or found[name] != before[name]}
     told["fault"] = ",".join(map(str, plan.strikes)) or "none"
+    if length:
+        told |= {"length": str(length), "first_token": f"{first_token:.6g}"}
     return told
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,13 +19,14 @@ _MOST_EVENTS: Final = 2048
 
 @dataclass(slots=True)
 class Entry:
-    """One request. `planned` and `sent` are seconds of the monotonic clock, the same event at the same place."""
+    """One request. `planned` and `sent` are seconds of the monotonic clock, the same event at the same place. `plan` tells,
+    when asked, how the answer was to be."""
 
     id: str
     path: str
     index: int
     arrived: float
-    plan: dict[str, str]
+    plan: Callable[[], dict[str, str]]
     planned: array[float] = field(default_factory=lambda: array("d"))
     sent: array[float] = field(default_factory=lambda: array("d"))
     octets: int = 0
@@ -52,7 +54,7 @@ class Entry:
     def whole(self) -> dict[str, Any]:
         pairs = zip(self.planned, self.sent, strict=True)
         events = [{"planned_ns": _ns(planned), "sent_ns": _ns(sent)} for planned, sent in pairs]
-        return {**self.summary(), "plan": self.plan, "events": events}
+        return {**self.summary(), "plan": self.plan(), "events": events}
 
 
 class SendLog:

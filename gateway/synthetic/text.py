@@ -40,6 +40,12 @@ def json_string(text: str) -> str:
     return json_text(text)
 
 
+@lru_cache(maxsize=4096)
+def json_bytes(text: str) -> bytes:
+    """The same as it goes out."""
+    return json_text(text).encode()
+
+
 def words(rng: Random) -> Iterator[str]:
     """Endless plausible output, a token at a time, the same for the same generator."""
     yield WORDS[int(rng.random() * len(WORDS))].capitalize()

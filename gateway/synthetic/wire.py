@@ -1,8 +1,4 @@
-"""How answers leave: heads as uvicorn writes them, one HTTP chunk per event.
-
-`aiohttp_sse` is made for browsers: it says no-cache and keep-alive, ends lines with CRLF, sends pings and gives up on a
-slow reader. vLLM does none of that, so each is taken back here.
-"""
+"""What an event is, and heads as uvicorn writes them."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from aiohttp import web
-from aiohttp_sse import EventSourceResponse
 
 
 class Mark(Enum):
@@ -33,7 +28,6 @@ class Event(NamedTuple):
 
 
 DONE: Final = Event(None, "[DONE]", Mark.LAST)
-_NEVER: Final = 10 * 365 * 86400.0
 _ORDER: Final = (
     "date",
     "server",
@@ -46,15 +40,6 @@ _ORDER: Final = (
     "connection",
     "transfer-encoding",
 )
-
-
-class EventStream(EventSourceResponse):
-    """A stream of events as vLLM frames it."""
-
-    def __init__(self) -> None:
-        super().__init__(sep="\n", allow_all_methods=True, send_timeout=None, ping_interval=_NEVER)
-        self.headers.clear()
-        self.headers["content-type"] = "text/event-stream; charset=utf-8"
 
 
 def json_response(text: str, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
