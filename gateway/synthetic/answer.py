@@ -99,6 +99,9 @@ class Answer:
         generation = self._generation
         await course.send(self._shape.opening(), due, 0)
         await incidents.at(Place.TOKEN, due)
+        # Of a burst, hundreds are set up in one round of the loop: whose moment comes meanwhile is served in between.
+        assert self._engine.alarm is not None
+        self._engine.alarm.catch_up()
         async for step in generation.steps(incidents, voice):
             due = step.due
             await course.send(self._shape.step(step), due, step.number)

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Final, Protocol
 
@@ -244,9 +245,14 @@ def _transport_of(request: web.Request) -> asyncio.Transport:
     return request.transport
 
 
+@lru_cache(maxsize=1)
+def _date(second: int) -> str:
+    return formatdate(second, usegmt=True)
+
+
 def render_head(status: int, fields: Fields) -> bytes:
     """As uvicorn writes it: lower-case names, date and server first."""
     phrase = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else ""
-    ours = [("date", formatdate(usegmt=True)), ("server", "uvicorn"), *fields]
+    ours = [("date", _date(int(time.time()))), ("server", "uvicorn"), *fields]
     lines = [f"HTTP/1.1 {status} {phrase}", *(f"{name}: {value}" for name, value in ours)]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")

@@ -63,3 +63,44 @@ def test_an_earlier_moment_comes_first_though_it_was_asked_for_later(
 
     with asyncio.Runner(loop_factory=factory) as runner:
         assert runner.run(scenario()) == ["early", "late"]
+
+
+async def test_who_asks_again_from_within_his_call_has_another_round() -> None:
+    alarm, rung = Alarm(), 0
+
+    def again() -> None:
+        nonlocal rung
+        rung += 1
+        alarm.at(0.001, again)
+
+    alarm.at(0.001, again)
+    alarm.ring()
+    assert rung == 1
+    async with asyncio.timeout(5):
+        while rung < 5:
+            await asyncio.sleep(0)
+    alarm.close()
+
+
+async def test_a_call_that_fails_keeps_nobody_else_from_being_called() -> None:
+    alarm, told, rung = Alarm(), [], asyncio.Event()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["exception"]))
+    alarm.at(0.001, lambda: [].pop())
+    alarm.at(0.001, rung.set)
+    async with asyncio.timeout(5):
+        await rung.wait()
+    assert [type(error) for error in told] == [IndexError]
+    alarm.close()
+
+
+async def test_in_the_midst_of_long_work_those_whose_moment_came_are_called() -> None:
+    alarm, rung = Alarm(), []
+    now = time.monotonic()
+    alarm.at(now + 0.005, lambda: rung.append("due"))
+    alarm.at(now + 60, lambda: rung.append("not due"))
+    alarm.catch_up()
+    assert not rung or time.monotonic() >= now + 0.005
+    time.sleep(0.01)  # the loop does not come round
+    alarm.catch_up()
+    assert rung == ["due"]
+    alarm.close()
