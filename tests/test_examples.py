@@ -12,7 +12,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from gateway.config import NOT_YET, Config, effective
+from gateway.configbackends import BackendConfig
 from tests.support.client import connected
 from tests.support.gateway import Gateway, until
 from tests.support.script import FINISHED, LAST, SSE_HEAD, Held, chunk, delta, post
@@ -96,6 +99,21 @@ def test_the_gateway_takes_its_own(name: str) -> None:
     command = [sys.executable, "-m", "gateway", "check", "-c", str(EXAMPLES / name)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def keys(tree: object, path: str = "") -> list[str]:
+    """Each key path of a tree of mappings, in its order; lists and empty mappings are values."""
+    if not isinstance(tree, dict) or not tree:
+        return [path]
+    return [found for name, value in tree.items() for found in keys(value, f"{path}.{name}".lstrip("."))]
+
+
+def test_it_has_every_key_in_order() -> None:
+    """But those that do nothing yet. Of backends, the two that it has come to all of a backend's keys."""
+    written = yaml.safe_load((EXAMPLES / "tokenpipe.yaml").read_text())
+    assert keys(written) == [key for key in keys(effective(Config())) if key not in NOT_YET]
+    shown = {name for backend in written["backends"] for name in backend}
+    assert shown == set(BackendConfig.__struct_fields__)
 
 
 async def test_each_event_comes_as_it_is_sent(front: Front, upstream: RawUpstream) -> None:

@@ -157,7 +157,8 @@ async def _serve(settings: MockSettings) -> int:
         url = await upstream.start()
     except OSError as error:
         where = _http_url(settings.host, settings.port)
-        print(f"tokenpipe mock: cannot listen on {where}: {error.strerror or error}", file=sys.stderr)
+        hint = "; choose another one (--port, --host)"
+        print(f"tokenpipe mock: cannot listen on {where}: {error.strerror or error}{hint}", file=sys.stderr)
         return 1
     # What is here now stays: the collector need not look at it in the midst of streams.
     gc.collect()

@@ -2,8 +2,8 @@
 
 Resident memory of the gateway at 100 streams; then 1,000 clients ask for a stream without end and read nothing, beside
 healthy ones, whose largest gap between two events is measured before and meanwhile. Exit status 1 if a bar is missed.
-The kernel's own buffers are no part of a process's resident memory; they are bounded all the same (see README.md), and
-how much the gateway took in for one stalled client in all is printed.
+The kernel's own buffers are no part of a process's resident memory; they are bounded all the same (see deploy/behaviour.md),
+and how much the gateway took in for one stalled client in all is printed.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def test_run_until_a_signal(number: signal.Signals) -> None:
             [sys.executable, "-c", RUN, said.strip().rpartition(":")[2]], stderr=subprocess.PIPE, text=True, timeout=10
         )
         assert taken.returncode == 1
-        assert re.fullmatch(r"tokenpipe mock: cannot listen on http://127\.0\.0\.1:\d+: .*in use.*\n", taken.stderr)
+        assert re.fullmatch(r"tokenpipe mock: cannot listen on http://127\.0\.0\.1:\d+: .*in use; .*--port.*\n", taken.stderr)
         process.send_signal(number)
         assert process.wait(10) == 0
         assert process.stderr.read() == ""
