@@ -169,6 +169,26 @@ async def test_descriptors_run_out_under_load(start_gateway: Start) -> None:
         assert await gateway.metric("tokenpipe_backend_failures_total") == 0
 
 
+async def test_a_name_that_cannot_be_looked_up_for_lack_of_descriptors(start_gateway: Start) -> None:
+    """That is no backend's fault, however often it is tried: what is known of the name still holds."""
+    async with fleet(2, s.stream(*OUTPUT)) as backends:
+        named = [backend.url.replace("127.0.0.1", "localhost") for backend in backends]
+        config = {"pool": {"idle": 0.01}, "health": SLOW, "breaker": {"failures": 1, "open": 60}}
+        gateway = await start_gateway(config=config, backends=named)
+        clients = [await gateway.connect() for _ in range(6)]
+        for client in clients:
+            assert (await client.ask()).status == 200
+        await asyncio.sleep(0.2)  # kept connections are closed
+        with no_descriptor_left(gateway):
+            answers = [await client.ask() for client in clients]
+        assert {answer.get("x-gateway-error") for answer in answers} == {"overloaded"}
+        for client in clients:
+            client.fin()
+        assert {b["breaker"] for b in await states(gateway)} == {"closed"}
+        assert (await gateway.ask()).status == 200
+        await at_rest(gateway)
+
+
 class Wire:
     """A bad line to a backend: each connection passes, is lost in silence, reset, or comes in single octets."""
 
