@@ -79,18 +79,15 @@ def words(request_id: str) -> list[str]:
 class Engine:
     """What it does with a request is up to the dice; what it says is the request's own."""
 
-    def __init__(self, dice: random.Random, number: int) -> None:
-        self.dice, self.number, self.calm = dice, number, False
+    def __init__(self, dice: random.Random) -> None:
+        self.dice, self.calm = dice, False
         self.asked: Counter[str] = Counter()
         self.holds = False  # streams, behind their heads
-        self.wrong: list[str] = []
 
     async def __call__(self, wire: HttpWire, request: Message) -> None:
         dice, asked = self.dice, json.loads(request.body)
         request_id = request.get("x-request-id") or ""
         self.asked[request_id] += 1
-        if asked.get("model") not in (*SERVED[self.number], "unknown", None):
-            self.wrong.append(f"e{self.number} was asked for {asked.get('model')}")
         fate = 1.0 if self.calm else dice.random()
         if fate < 0.06:
             status = dice.choice((429, 503))
@@ -324,7 +321,7 @@ async def nothing_is_left(gateway: Gateway) -> None:
 async def test_a_fleet_in_disorder(start_gateway: Start) -> None:
     dice = random.Random(SEED)
     print(f"FLEET_FUZZ_SEED={SEED}")
-    engines = [Engine(random.Random(dice.random()), number) for number in range(len(SERVED))]
+    engines = [Engine(random.Random(dice.random())) for _ in SERVED]
     backends = [RawUpstream(engine, models=SERVED[number]) for number, engine in enumerate(engines)]
     for backend in backends:
         await backend.start()
@@ -346,7 +343,7 @@ async def test_a_fleet_in_disorder(start_gateway: Start) -> None:
         await nothing_is_left(gateway)
 
         # what was counted, and what was said
-        assert clients.wrong == [wrong for engine in engines for wrong in engine.wrong] == []
+        assert clients.wrong == []
         logged = Counter(entry["request_id"] for entry in gateway.access_log())
         print(Counter((entry["outcome"], entry["code"]) for entry in gateway.access_log() if entry["outcome"] != "complete"))
         outcomes = Counter(entry["outcome"] for entry in gateway.access_log())
