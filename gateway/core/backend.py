@@ -245,6 +245,9 @@ class Lease:
         backend = self.backend
         backend.tokens -= self._tokens
         self._tokens = 0
+        if self._trial:  # nobody else may be kept out for as long as a stream goes on
+            backend.breaker.over(self._trial)
+            self._trial = 0
         if self._kind is not None:
             kind, self._kind = self._kind, None
             backend.caution.answered(kind, self._began, now)

@@ -6,6 +6,7 @@
     OPEN       time      HALF_OPEN after `open` seconds
     HALF_OPEN  trial     HALF_OPEN, its one trial request being under way
     HALF_OPEN  no word   HALF_OPEN, and another request may be the trial (its client left, it was sent elsewhere after all)
+    HALF_OPEN  beginning HALF_OPEN, and another request may be the trial: an answer may go on for minutes
     HALF_OPEN  success   CLOSED
     HALF_OPEN  failure   OPEN
 

@@ -9,6 +9,7 @@ two tasks, which end with this function, however it ends.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gateway.core.backend import Backend
 from gateway.core.head import ResponseHead
 from gateway.core.hedging import Failure, better, wins
+from gateway.core.outcome import Outcome
 from gateway.errors import EngineRefused, Refusal, UpstreamFailed
 from gateway.net.call import Call
 from gateway.net.legs import Leg, beside
@@ -109,11 +111,14 @@ async def _first(attempts: Attempts, call: Call, running: dict[asyncio.Task[Said
                 attempts.failed(leg, answer)
                 leg.end()
                 attempts.admission.wake()
-            else:  # of the whole exchange: its time is over, or there are no descriptors left
+            elif running and answer.outcome is not Outcome.TIMEOUT_TOTAL:
+                leg.end()  # there are no descriptors left for this one: the other one has its own
+                attempts.admission.wake()
+            else:  # of the whole exchange: its time is over
                 raise answer
     if spare is not None:
         return spare
-    worst = better(*[failure for failure, _ in failed])
+    worst = functools.reduce(better, [failure for failure, _ in failed])
     call.exchange.backend = next(backend for failure, backend in failed if failure is worst)
     attempts.observer.hedged(call.exchange, "failed")
     raise worst
