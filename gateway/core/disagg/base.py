@@ -23,7 +23,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final, NamedTuple
 
-from gateway.core.disagg import encoding
+from gateway.core.disagg import encoding, logprobs
 from gateway.core.disagg.asked import Asked
 from gateway.core.disagg.body import Body, as_json
 from gateway.core.disagg.shape import Shape, shaped
@@ -127,6 +127,7 @@ class Handoff(NamedTuple):
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None  # of P's usage: the truth about the prefix cache (D counts what was transferred)
+    prompt_logprobs: bytes = b""  # as JSON, where P was asked for them
 
 
 class HandoffMissing(Refusal):
@@ -147,7 +148,9 @@ class Rules(NamedTuple):
     """The operator's choices for a pool, as far as bodies are concerned."""
 
     min_prompt_tokens: int = 0  # shorter prompts are served by D alone
-    prompt_logprobs: str = "reject"  # or merge: P computes them, and they are put into D's answer; never for streams
+    prompt_logprobs: str = (
+        "reject"  # or merge: P computes them, `merged` puts them into D's answer. Never for streams, and echo
+    )
     tool_choice: str = "bypass"  # a required tool: bypass; auto (P is told auto: the template must not depend on it); pass
     list_prompts: str = "bypass"  # or reject
     messages: bool = True  # the engines' /v1/messages takes kv_transfer_params and answers with them (vLLM 0.32 does)
@@ -200,14 +203,13 @@ class Connector(abc.ABC):
                 return Bypass.ONE_TOKEN
             if asked.tokens < rules.min_prompt_tokens:
                 return Bypass.SHORT
-        logprobs = asked.prompt_logprobs
-        if logprobs is not None and self.shapes and (rules.prompt_logprobs == "reject" or asked.stream):
+        wanted, merges = asked.prompt_logprobs, rules.prompt_logprobs == "merge" and self.order is Order.SERIAL
+        if wanted is not None and self.shapes and (asked.stream or wanted == "echo" or not merges):
             raise Refusal(
                 "bad_request",
-                f"{logprobs}: the engine that decodes has not seen the prompt, so that it cannot compute this"
-                + (" in a stream" if rules.prompt_logprobs == "merge" else "")
+                f"{wanted}: the engine that decodes has not seen the prompt, so that it cannot compute this"
                 + " (disaggregation.prompt_logprobs)",
-                param=logprobs,
+                param=wanted,
             )
         if asked.tool_forced and rules.tool_choice == "bypass" and self.shapes and self.serves_alone:
             return Bypass.TOOL_CHOICE
@@ -260,7 +262,10 @@ class Connector(abc.ABC):
 
     def accept(self, asked: Asked, pair: Pair, answer: bytes) -> Handoff:
         """P's answer, whose status was 200. Raises HandoffMissing, naming what is missing."""
-        return Handoff()
+        try:
+            return handoff_of(Body(answer), b"")
+        except Refusal:  # where nothing is carried, it need not be read
+            return Handoff()
 
     @abc.abstractmethod
     def decode(self, asked: Asked, pair: Pair, handoff: Handoff = Handoff()) -> Leg:
@@ -280,6 +285,10 @@ class Connector(abc.ABC):
     def sign(self, data: bytes, status: int, asked: Asked) -> Sign:
         """Of the first event's data of D's stream, or of D's whole unstreamed answer."""
         return sign(data, status)
+
+    def merged(self, asked: Asked, handoff: Handoff, answer: bytes) -> bytes:
+        """D's whole unstreamed answer of status 200, with what P has computed for it: only where `asked.prompt_logprobs`."""
+        return logprobs.merged(asked, answer, handoff.prompt_logprobs)
 
     def conversation(self, asked: Asked) -> str:
         """What `Pair.conversation` is to be, where the request itself names its conversation; "" where it does not."""
@@ -317,10 +326,17 @@ class Connector(abc.ABC):
 
     def with_params(self, asked: Asked, params: bytes) -> bytes:
         """The client's body with kv_transfer_params as its one new member, and without whatever P has computed for it."""
-        drop: frozenset[str] = frozenset()
-        if asked.prompt_logprobs is not None:  # P computes them (Rules.prompt_logprobs)
-            drop = frozenset(("prompt_logprobs", asked.prompt_logprobs))
-        return asked.edited({"kv_transfer_params": params}, drop)
+        return self.for_decode(asked, {"kv_transfer_params": params})
+
+    def for_decode(self, asked: Asked, put: Mapping[str, bytes] = {}) -> bytes:
+        """The client's body with the members of `put`, and without whatever P has computed for it."""
+        put, drop = dict(put), frozenset[str]()
+        if asked.prompt_logprobs is not None and self.shapes:  # Rules.prompt_logprobs
+            drop = frozenset(("prompt_logprobs",))
+            if asked.sampling is not None:
+                sampling = Body(asked.cleaned.get("sampling_params", asked.sampling.octets))
+                put["sampling_params"] = sampling.edited(drop=drop.__contains__)
+        return asked.edited(put, drop)
 
 
 def bracketed(host: str) -> str:
@@ -343,3 +359,24 @@ def answer_of(answer: bytes) -> Body:
         return Body(answer)
     except Refusal as refusal:
         raise HandoffMissing(f"the prefill engine's answer is no JSON object ({refusal.message})") from None
+
+
+def handoff_of(said: Body, octets: bytes, given: Body | None = None) -> Handoff:
+    """What P's whole answer says beside the params, whose octets are given."""
+    usage = said.inner("usage") or Body(b"{}")
+    details = usage.inner("prompt_tokens_details") or usage.inner("input_tokens_details") or Body(b"{}")
+    choices = said.value("choices")
+    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    remote = given.value("remote_request_id") if given is not None else None
+    return Handoff(
+        octets,
+        remote if isinstance(remote, str) else None,
+        reason if isinstance(reason := first.get("finish_reason", said.value("stop_reason")), str) else None,
+        _count(usage.value("prompt_tokens")) if "prompt_tokens" in usage else _count(usage.value("input_tokens")),
+        _count(details.value("cached_tokens")),
+        logprobs.found(said),
+    )
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and value >= 0 else None

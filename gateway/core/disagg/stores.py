@@ -23,7 +23,7 @@ class LmCache(Connector):
         return Leg(asked.path, self.shaped(asked, {}), pair.attempt.encode())
 
     def decode(self, asked: Asked, pair: Pair, handoff: Handoff = Handoff()) -> Leg:
-        return self.alone(asked, pair)
+        return Leg(asked.path, self.for_decode(asked), pair.attempt.encode())
 
 
 class SharedStorage(LmCache):
