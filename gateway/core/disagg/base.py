@@ -148,9 +148,7 @@ class Rules(NamedTuple):
     """The operator's choices for a pool, as far as bodies are concerned."""
 
     min_prompt_tokens: int = 0  # shorter prompts are served by D alone
-    prompt_logprobs: str = (
-        "reject"  # or merge: P computes them, `merged` puts them into D's answer. Never for streams, and echo
-    )
+    prompt_logprobs: str = "reject"  # or merge: P computes them, and `merged` puts them into D's whole answer
     tool_choice: str = "bypass"  # a required tool: bypass; auto (P is told auto: the template must not depend on it); pass
     list_prompts: str = "bypass"  # or reject
     messages: bool = True  # the engines' /v1/messages takes kv_transfer_params and answers with them (vLLM 0.32 does)
@@ -190,6 +188,8 @@ class Connector(abc.ABC):
 
     def judge(self, asked: Asked) -> Bypass | None:
         """None: disaggregate. Else D alone is to serve it, with `alone`. Raises Refusal where it can be served in no way."""
+        if asked.path not in GENERATING | self.paths:
+            return Bypass.PATH
         rules, impossible = self.rules, self._impossible(asked)
         if impossible is not None:
             why, param, message = impossible
@@ -197,8 +197,6 @@ class Connector(abc.ABC):
                 raise Refusal("bad_request", f"{message} (disaggregation.connector: {self.name})", param=param)
             return why
         if self.serves_alone:
-            if asked.path not in GENERATING:
-                return Bypass.PATH
             if asked.max_tokens == 1:
                 return Bypass.ONE_TOKEN
             if asked.tokens < rules.min_prompt_tokens:
@@ -218,7 +216,7 @@ class Connector(abc.ABC):
     def _impossible(self, asked: Asked) -> tuple[Bypass, str | None, str] | None:
         """What keeps the connector from handing this request over: the reason, the member, and the words for a refusal."""
         path = asked.path
-        if path in GENERATING and (path not in self.paths or (path == b"/v1/messages" and not self.rules.messages)):
+        if path not in self.paths or (path == b"/v1/messages" and not self.rules.messages):
             return Bypass.PATH, None, f"{path.decode()} cannot be disaggregated"
         if not self.shapes:
             return None
