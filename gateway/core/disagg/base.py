@@ -51,7 +51,6 @@ class Release(enum.StrEnum):
     """When KV that P holds and that no D will fetch is freed by a release leg (pd.md 6.4)."""
 
     ALWAYS = "always"
-    PRESSURE = "pressure"  # only while P's own figures say that its cache is nearly full
     NEVER = "never"  # the lease runs out by itself
 
 
