@@ -77,8 +77,6 @@ class Engine(NamedTuple):
     bootstrap_port: int | None = 8998  # Mooncake's and SGLang's bootstrap server; None: sent as null
     handshake_port: int | None = None  # MoRIIO
     notify_port: int | None = None  # MoRIIO
-    init_ports: tuple[int, ...] = ()  # LMCache receivers, one a TP rank
-    alloc_ports: tuple[int, ...] = ()
     dp_size: int = 1
     tp_size: int = 1
     engine_ids: Mapping[int, str] = {}  # by DP rank, as learnt (`Connector.learn`)
@@ -176,7 +174,6 @@ class Connector(abc.ABC):
     paths: ClassVar[frozenset[bytes]] = GENERATING
     lists: ClassVar[bool] = False  # several prompts in one request can be handed over
     several: ClassVar[bool] = True  # n > 1 works
-    backstop: ClassVar[float] = 0.0  # CONCURRENT: D's output waits so many seconds at most for P's outcome; 0: it does not
     reusable: ClassVar[bool] = True  # params may go to another D if the first one provably got no octet of the request
     shape: ClassVar[Shape] = Shape()
 

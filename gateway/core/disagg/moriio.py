@@ -72,7 +72,6 @@ class MoriioWrite(Connector):
     release_policy = Release.NEVER
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"prefill": PORTS, "decode": PORTS}
     ranked = True
-    backstop = 30.0
 
     def prefill(self, asked: Asked, pair: Pair, posted: bytes = b"") -> Leg:
         decode = pair.decode

@@ -25,9 +25,15 @@ from gateway.net.upstream import Connection
 
 
 async def decode(
-    means: Means, call: Call, paired: Paired, tried: list[Backend], request: Request | None = None
+    means: Means,
+    call: Call,
+    paired: Paired,
+    tried: list[Backend],
+    request: Request | None = None,
+    begin: type[Opening] = Opening,
 ) -> ResponseHead:
-    """Decode's head, once its body has begun. `request`: instead of one that fetches what prefill holds."""
+    """Decode's head, once its body has begun. `request`: instead of one that fetches what prefill holds; `begin`: what its
+    body's beginning is. Raises LegFailed, EngineRefused."""
     exchange, settings = call.exchange, paired.settings
     connection = await _reach(means, call, paired, tried)
     assert call.connections is not None and call.lease is not None and paired.pair is not None
@@ -52,7 +58,7 @@ async def decode(
         response = await asyncio.shield(answer)
         exchange.head_received = time.monotonic()
         if 200 <= response.status < 300:
-            await _begun(call, paired, connection, response)
+            await _begun(call, paired, connection, response, begin)
     except UpstreamFailed as failure:
         means.blame(call.exchange, backend, failure)
         raise LegFailed("decode", backend, of_leg("decode", failure)) from None
@@ -61,7 +67,8 @@ async def decode(
         raise LegFailed("decode", backend, response=response)
     now = time.monotonic()
     if 200 <= response.status < 300:
-        means.told.decoding(exchange, name, now - paired.sent)
+        if not paired.missed:
+            means.told.decoding(exchange, name, now - paired.sent)
         if paired.holding is not None:
             means.told.held(name, now - paired.answered)
     elif not settings.notifies:
@@ -98,10 +105,10 @@ async def _reach(means: Means, call: Call, paired: Paired, tried: list[Backend])
         paired.pair = paired.pair._replace(decode=means.fleet.engines[name])
 
 
-async def _begun(call: Call, paired: Paired, connection: Connection, response: ResponseHead) -> None:
+async def _begun(call: Call, paired: Paired, connection: Connection, response: ResponseHead, begin: type[Opening]) -> None:
     """Wait for the first octet of decode's body. Raises UpstreamFailed, LegFailed, EngineRefused."""
-    hold = call.policy.hold and is_event_stream(response)
-    opening = paired.opening = call.hold = (Hold if hold else Opening)(connection, response, call.dialect)
+    hold = call.policy.hold and is_event_stream(response) and begin is Opening
+    opening = paired.opening = call.hold = (Hold if hold else begin)(connection, response, call.dialect)
     opening.done.add_done_callback(_heard)
     try:
         error = await asyncio.shield(opening.done)
@@ -109,6 +116,7 @@ async def _begun(call: Call, paired: Paired, connection: Connection, response: R
         call.hold = None
     said = error or (opening.data if isinstance(opening, Opening) else b"")
     sign = paired.settings.connector.sign(said, response.status, paired.asked) if said else Sign.NOTHING
+    paired.missed = sign is Sign.MISSED
     if sign is Sign.FAILED and paired.handoff is not None:
         assert call.lease is not None
         failed = TransferFailed("the decode engine could not take over what the prefill engine had computed")

@@ -73,6 +73,7 @@ async def _fall_back(means: Means, call: Call, paired: Paired, failed: LegFailed
     """Decode computes the prompt itself, as the operator allows."""
     means.told.fell_back(failed.word)
     paired.end()
+    paired.transferred = False
     call.receipt = FALLBACK_FIELD
     assert paired.pair is not None
     try:

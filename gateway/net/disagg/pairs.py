@@ -15,6 +15,7 @@ of an engine's is relayed as it came. Nothing is computed twice in silence: what
 from __future__ import annotations
 
 import random
+import time
 
 from gateway.core.admission import Admission
 from gateway.core.backend import Backend
@@ -35,6 +36,7 @@ from gateway.net.disagg.common import LegFailed, Means
 from gateway.net.disagg.decode import decode
 from gateway.net.disagg.mishaps import another, last, nobody
 from gateway.net.disagg.prefill import prefill
+from gateway.net.disagg.probe import probe
 from gateway.net.fleet import Fleet
 from gateway.net.learning import Learning
 from gateway.net.paired import Paired, PairObserver, PairSettings
@@ -117,6 +119,8 @@ class Pairs:
             return await both(means, call, paired, tried, self._callbacks.prefill(means, call, paired))
         if connector.order is Order.SIDECAR:
             return await self._aside(call, paired, tried)
+        if connector.order is Order.PROBE and (response := await probe(means, call, paired, tried)) is not None:
+            return response
         await prefill(means, call, paired)
         return await decode(means, call, paired, tried)
 
@@ -164,7 +168,14 @@ class Pairs:
         ranks = min(one.dp_size, other.dp_size)
         rank = random.randrange(ranks) if settings.connector.ranked and ranks > 1 else 0
         paired.pair = Pair(
-            f"{random.getrandbits(128):032x}", one, other, room=random.getrandbits(63), rank=rank, callback=settings.callback
+            f"{random.getrandbits(128):032x}",
+            one,
+            other,
+            room=random.getrandbits(63),
+            rank=rank,
+            callback=settings.callback,
+            conversation=paired.conversation,
+            now=time.monotonic(),
         )
         return paired
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from gateway.core.disagg.base import Connector, Order
 from gateway.core.disagg.base import Leg as Request
-from gateway.core.disagg.base import Order
 from gateway.core.disagg.parting import State
 from gateway.core.head import ResponseHead
 from gateway.core.outcome import Phase
@@ -25,7 +25,7 @@ async def prefill(means: Means, call: Call, paired: Paired, given: bytes = b"") 
     leg, exchange, settings = paired.prefill, call.exchange, paired.settings
     assert leg.lease is not None and leg.connections is not None and paired.pair is not None
     backend, connector = leg.lease.backend, settings.connector
-    if paired.state is State.QUEUED:
+    if paired.state in (State.QUEUED, State.ENCODING, State.PROBING):
         paired.become(State.PREFILLING)
         exchange.phase, exchange.connect_began = Phase.PREFILL, time.monotonic()
     request = asked_of(backend, connector.prefill, paired, given)
@@ -69,9 +69,11 @@ async def _ask(means: Means, call: Call, paired: Paired, request: Request, conne
     backend.answered(200, paired.answered)
     assert leg.exchange.sent is not None
     means.told.prefilled(call.exchange, settings.connector.name, paired.answered - leg.exchange.sent)
-    serial = settings.connector.order is Order.SERIAL
+    serial = settings.connector.order in (Order.SERIAL, Order.PROBE)
     if serial:
-        paired.handoff = settings.connector.accept(paired.asked, paired.pair, answer)
+        paired.handoff = paired.said = settings.connector.accept(paired.asked, paired.pair, answer)
+    elif paired.edits:
+        paired.said = Connector.accept(settings.connector, paired.asked, paired.pair, answer)
     if settings.hold and paired.state in (State.PREFILLING, State.DECODE_WAIT):
         paired.holding = backend.hold(paired.tokens)
     if serial:
