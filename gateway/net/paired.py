@@ -54,6 +54,9 @@ class PairObserver(Protocol):
 
     def fell_back(self, reason: str) -> None: ...
 
+    def encoded(self, exchange: Exchange, connector: str, seconds: float) -> None:
+        """The encoders' first request begun to their last answer read."""
+
     def prefilled(self, exchange: Exchange, connector: str, seconds: float) -> None:
         """Prefill's request written to its answer read."""
 

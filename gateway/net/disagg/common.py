@@ -12,11 +12,13 @@ from gateway.core.disagg.base import HandoffMissing, TransferFailed
 from gateway.core.disagg.base import Leg as Request
 from gateway.core.exchange import Exchange, Observer
 from gateway.core.head import ResponseHead
+from gateway.core.pool import Pool
 from gateway.core.retry import Retries
 from gateway.errors import Refusal
 from gateway.net.attempts import Attempts
 from gateway.net.call import Call
 from gateway.net.fleet import Fleet
+from gateway.net.legs import Leg
 from gateway.net.paired import Paired, PairObserver
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import Connection, ConnectionPool
@@ -27,11 +29,19 @@ _THEIR_FAULT = frozenset(("upstream_connect", "upstream_reset", "upstream_malfor
 
 
 class LegFailed(Exception):
-    """One leg of an attempt did. `response`: the error that it answered with, which may be relayed; else `cause` says what."""
+    """One leg of an attempt did. `response`: the error that it answered with, which may be relayed; else `cause` says what.
+    `leg`: that the response is on, where it is an encoder's; whoever catches this ends it."""
 
-    def __init__(self, side: str, backend: Backend, cause: Refusal | None = None, response: ResponseHead | None = None):
+    def __init__(
+        self,
+        side: str,
+        backend: Backend,
+        cause: Refusal | None = None,
+        response: ResponseHead | None = None,
+        leg: Leg | None = None,
+    ):
         super().__init__(side)
-        self.side, self.backend, self.cause, self.response = side, backend, cause, response
+        self.side, self.backend, self.cause, self.response, self.leg = side, backend, cause, response, leg
 
     @property
     def word(self) -> str:
@@ -83,3 +93,8 @@ def of_leg(side: str, failure: Refusal) -> Refusal:
     if isinstance(failure, HandoffMissing | TransferFailed):
         return failure
     return Refusal(failure.code, f"the {side} leg: {failure.message}", retry_after=failure.retry_after, outcome=failure.outcome)
+
+
+def nobody(side: str, pool: Pool) -> Refusal:
+    found = pool.nobody()
+    return Refusal(found.code, f"the {side} leg: {found.message}", retry_after=found.retry_after)

@@ -13,6 +13,7 @@ from gateway.errors import Refusal
 from gateway.net.call import Call
 from gateway.net.disagg.common import LegFailed, Means, of_leg
 from gateway.net.disagg.decode import decode
+from gateway.net.legs import Leg
 from gateway.net.paired import Paired
 
 FALLBACK_FIELD = b"X-Gateway-Prefill: local\r\n"
@@ -23,7 +24,7 @@ def another(means: Means, call: Call, failed: LegFailed, tried: dict[str, list[B
     if not failed.again:
         return False
     tried[failed.side].append(failed.backend)
-    if failed.side == "prefill" and not _others(means.fleet.of("prefill", call), tried["prefill"]):
+    if failed.side != "decode" and not _others(means.fleet.of(failed.side, call), tried[failed.side]):
         return False
     unreached = failed.cause is not None and failed.cause.code in ("upstream_connect", "timeout_connect")
     if failed.side == "decode" and unreached and not _others(means.fleet.of("decode", call), tried["decode"]):
@@ -34,11 +35,14 @@ def another(means: Means, call: Call, failed: LegFailed, tried: dict[str, list[B
 async def last(means: Means, call: Call, paired: Paired, failed: LegFailed) -> ResponseHead:
     """There is no other attempt: what the client is told. Raises Refusal."""
     response, cause = failed.response, failed.cause
-    if failed.side == "prefill":
+    if failed.side == "encode":
+        if response is not None and failed.leg is not None:
+            return relayed(means, call, paired, response, failed.leg)
+    elif failed.side == "prefill":
         if paired.settings.fallback and failed.again:
             return await _fall_back(means, call, paired, failed)
         if response is not None:
-            return relayed(means, call, paired, response)
+            return relayed(means, call, paired, response, paired.prefill)
     elif response is not None:
         if not paired.settings.notifies:
             paired.give_up()
@@ -55,14 +59,14 @@ async def last(means: Means, call: Call, paired: Paired, failed: LegFailed) -> R
     raise of_leg(failed.side, cause)
 
 
-def relayed(means: Means, call: Call, paired: Paired, response: ResponseHead) -> ResponseHead:
-    """Prefill's error is the client's answer: its leg becomes the call's."""
-    exchange, marks = call.exchange, paired.prefill.exchange
+def relayed(means: Means, call: Call, paired: Paired, response: ResponseHead, leg: Leg) -> ResponseHead:
+    """Prefill's or an encoder's error is the client's answer: its leg becomes the call's."""
+    exchange, marks = call.exchange, leg.exchange
     if call.lease is not None:
         call.lease.release()
-    call.become(paired.prefill)
+    call.become(leg)
     paired.end()
-    exchange.backend, exchange.phase = exchange.prefill_backend, Phase.WAIT
+    exchange.backend, exchange.phase = marks.backend, Phase.WAIT
     exchange.sent, exchange.head_received = marks.sent, marks.head_received
     assert marks.sent is not None
     means.watch.begin(call, marks.sent)
@@ -84,8 +88,3 @@ async def _fall_back(means: Means, call: Call, paired: Paired, failed: LegFailed
 
 def _others(pool: Pool, tried: Sequence[Backend]) -> bool:
     return any(backend.routable and backend not in tried for backend in pool.backends)
-
-
-def nobody(side: str, pool: Pool) -> Refusal:
-    found = pool.nobody()
-    return Refusal(found.code, f"the {side} leg: {found.message}", retry_after=found.retry_after)

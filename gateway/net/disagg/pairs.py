@@ -32,9 +32,10 @@ from gateway.net.attempts import Attempts
 from gateway.net.call import Call, Upload
 from gateway.net.disagg.both import both
 from gateway.net.disagg.callbacks import Callbacks
-from gateway.net.disagg.common import LegFailed, Means
+from gateway.net.disagg.common import LegFailed, Means, nobody
 from gateway.net.disagg.decode import decode
-from gateway.net.disagg.mishaps import another, last, nobody
+from gateway.net.disagg.encode import encode
+from gateway.net.disagg.mishaps import another, last
 from gateway.net.disagg.prefill import prefill
 from gateway.net.disagg.probe import probe
 from gateway.net.fleet import Fleet
@@ -88,17 +89,20 @@ class Pairs:
         if bypass is not None:
             self._means.told.bypassed(bypass)
             fleet.pick_whole(call)
+            if fleet.of("encode", call).backends and (refused := await self._encoded(call, asked, settings)) is not None:
+                return refused
             octets = settings.connector.alone(asked, _ALONE).body
             return await self._means.attempts.response(call, head, route, Upload(octets, len(octets)))
         if call.lease is not None:  # of the queue's, which knows of no legs
             call.lease.release()
             call.lease = None
         self._means.retries.request()
-        tried: dict[str, list[Backend]] = {"prefill": [], "decode": []}
+        tried: dict[str, list[Backend]] = {"encode": [], "prefill": [], "decode": []}
         while True:
             paired = self._begin(call, asked, settings, tried)
             call.exchange.attempts += 1
             try:
+                await encode(self._means, call, paired, tried["encode"])
                 return await self._attempt(call, paired, tried["decode"])
             except LegFailed as failed:
                 if not another(self._means, call, failed, tried):
@@ -106,6 +110,8 @@ class Pairs:
                 self._means.observer.retried(call.exchange, failed.word)
                 if paired.pair is not None:
                     self._learning.forget(paired.pair.prefill)
+                if failed.leg is not None:
+                    failed.leg.end()
                 self._end(call, paired)
 
     async def _attempt(self, call: Call, paired: Paired, tried: list[Backend]) -> ResponseHead:
@@ -123,6 +129,28 @@ class Pairs:
             return response
         await prefill(means, call, paired)
         return await decode(means, call, paired, tried)
+
+    async def _encoded(self, call: Call, asked: Asked, settings: PairSettings) -> ResponseHead | None:
+        """The encoders' stage before one backend that does all else. Their refusal, if that is what the client gets."""
+        tried: dict[str, list[Backend]] = {"encode": []}
+        while True:
+            call.exchange.attempts += 1
+            call.paired = paired = Paired(call, asked, settings, self.releases, 0)
+            paired.pair = _ALONE._replace(attempt=f"{random.getrandbits(128):032x}")
+            try:
+                await encode(self._means, call, paired, tried["encode"])
+            except LegFailed as failed:
+                if not another(self._means, call, failed, tried):
+                    return await last(self._means, call, paired, failed)
+                if failed.leg is not None:
+                    failed.leg.end()
+                self._means.observer.retried(call.exchange, failed.word)
+                paired.end()
+                continue
+            paired.end()
+            call.paired = None
+            call.exchange.attempts = 0  # of the one that follows
+            return None
 
     def gone(self, paired: Paired) -> None:
         """Its client has left."""
