@@ -97,10 +97,16 @@ class Fleet:
 
     def of(self, role: str, call: Call) -> Pool:
         """The backends of that role that serve the call's model."""
-        models, way = self.roles[role], call.way
-        name = None if way is None else way.rewritten or way.model or call.exchange.model
+        return self.of_model(role, self.model_of(call))
+
+    def model_of(self, call: Call) -> str | None:
+        """As backends call it."""
+        way = call.way
+        return None if way is None else way.rewritten or way.model or call.exchange.model
+
+    def of_model(self, role: str, name: str | None) -> Pool:
         try:
-            found = models.find(name)
+            found = self.roles[role].find(name)
         except Refusal:
             return _NOBODY
         assert isinstance(found, Way)

@@ -81,7 +81,9 @@ class Gateway:
         self._tasks = Tasks()
         watch = Watch(self.live, self._expired)
         self._attempts = Attempts(fleet, admission, retries, observer, self._tasks, watch)
-        self.pairs = Pairs(fleet, admission, retries, observer, pair_observer, self._attempts, watch, self._tasks)
+        self.pairs = Pairs(
+            fleet, admission, retries, observer, pair_observer, self._attempts, watch, self._tasks, self._waiting
+        )
         self._prefix, self._count = b"%024x" % random.getrandbits(96), 0
 
     # the life of a request --------------------------------------------------------------------------------------------

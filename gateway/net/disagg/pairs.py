@@ -38,11 +38,13 @@ from gateway.net.disagg.encode import encode
 from gateway.net.disagg.mishaps import another, last
 from gateway.net.disagg.prefill import prefill
 from gateway.net.disagg.probe import probe
+from gateway.net.disagg.turns import Turns
 from gateway.net.fleet import Fleet
 from gateway.net.learning import Learning
 from gateway.net.paired import Paired, PairObserver, PairSettings
 from gateway.net.releases import Releases
 from gateway.net.tasks import Tasks
+from gateway.net.waiting import Waiting
 from gateway.net.watch import Watch
 
 _ALONE = Pair("", Engine("", "", 0), Engine("", "", 0))
@@ -59,8 +61,10 @@ class Pairs:
         attempts: Attempts,
         watch: Watch,
         tasks: Tasks,
+        waiting: Waiting,
     ):
         self._means = Means(fleet, admission, retries, observer, told, attempts, watch, tasks)
+        self._turns = Turns(fleet, admission, waiting)
         self._learning = Learning()
         self._callbacks = Callbacks()
         self.called_back = self._callbacks.take
@@ -99,7 +103,7 @@ class Pairs:
         self._means.retries.request()
         tried: dict[str, list[Backend]] = {"encode": [], "prefill": [], "decode": []}
         while True:
-            paired = self._begin(call, asked, settings, tried)
+            paired = await self._taken(call, head, asked, settings, tried)
             call.exchange.attempts += 1
             try:
                 await encode(self._means, call, paired, tried["encode"])
@@ -175,6 +179,26 @@ class Pairs:
         return None
 
     # QUEUED -----------------------------------------------------------------------------------------------------------
+
+    async def _taken(
+        self, call: Call, head: RequestHead, asked: Asked, settings: PairSettings, tried: dict[str, list[Backend]]
+    ) -> Paired:
+        """As `_begin`; the first time, when there is room for it. Raises Refusal."""
+        taken: list[Paired | Refusal] = []
+
+        def take() -> None:
+            try:
+                taken.append(self._begin(call, asked, settings, tried))
+            except Refusal as refusal:
+                taken.append(refusal)
+
+        if any(tried.values()) or not await self._turns.wait(call, head, take):
+            return self._begin(call, asked, settings, tried)
+        call.exchange.selected = time.monotonic()
+        (found,) = taken
+        if isinstance(found, Refusal):
+            raise found
+        return found
 
     def _begin(self, call: Call, asked: Asked, settings: PairSettings, tried: dict[str, list[Backend]]) -> Paired:
         """An attempt with both of its backends leased. Raises Refusal."""

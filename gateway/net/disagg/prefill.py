@@ -80,6 +80,7 @@ async def _ask(means: Means, call: Call, paired: Paired, request: Request, conne
         paired.become(State.HANDOFF)
     leg.end()
     call.others = ()
+    means.admission.wake()
     return None
 
 
