@@ -126,3 +126,19 @@ async def test_decode_is_asked_first(start_gateway: Start, stream: bool, tmp_pat
         (decoder,) = await both.states(both.decodes)
         assert (decoder["loaded"], decoder["recomputed"]) == (2, 0)
         await both.at_rest(gateway)
+
+
+async def test_recomputed_is_relayed_and_counted(start_gateway: Start) -> None:
+    """What vLLM Ascend says of a request that it has dropped is the client's to see (case 44)."""
+    said = b'data: {"choices":[{"index":0,"delta":{"content":""},"finish_reason":"stop","stop_reason":"recomputed"}]}\n\n'
+    async with engines() as ((p,), (d,), ledger):
+
+        async def dropped(wire: HttpWire, request: Message) -> None:
+            await wire.send(s.SSE_HEAD + b"".join(map(s.chunk, (FRAMES[0], said, DONE))) + s.LAST)
+
+        d.script = decode(ledger, dropped)
+        gateway = await start_gateway(config=config([p], [d]))
+        assert await gateway.metric("tokenpipe_pd_recomputed_total") == 0
+        assert (await gateway.ask()).body == b"".join((FRAMES[0], said, DONE))
+        await at_rest(gateway, ledger, p, d)
+        assert await gateway.metric("tokenpipe_pd_recomputed_total") == 1
