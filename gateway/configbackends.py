@@ -41,7 +41,7 @@ from gateway.errors import ConfigError
 
 Clash: TypeAlias = tuple[str, str, str]  # key path, found, expected
 
-Role: TypeAlias = Literal["both", "prefill", "decode"]
+Role: TypeAlias = Literal["both", "prefill", "decode", "encode"]
 
 # Keys of a backend of which this version knows only these values.
 NOT_YET: Mapping[str, tuple[object, ...]] = {}

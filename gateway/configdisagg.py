@@ -11,14 +11,14 @@ from typing import Any, Final, Literal, TypeAlias
 
 from gateway.configbackends import BackendConfig, Clash, Section
 from gateway.configfile import Complaints, Node
-from gateway.configvalues import Count, CountOrZero, Listen, Seconds, SecondsOrZero, Url
+from gateway.configvalues import Count, CountOrZero, Listen, Seconds, SecondsOrZero, Share, Url
 from gateway.core.disagg import CONNECTORS
 from gateway.core.disagg.base import Order
 
-# Those of core.disagg whose flow is built (`net.disagg`)
+# Those of core.disagg.CONNECTORS
 Connector: TypeAlias = Literal[
-    "nixl", "nixl_push", "mooncake", "mooncake_ascend", "layerwise", "moriio_read", "moriio_write", "p2p_nccl", "lmcache",
-    "offloading_p2p", "sglang", "sidecar",
+    "nixl", "nixl_push", "nixl_bidirectional", "mooncake", "mooncake_ascend", "layerwise", "moriio_read", "moriio_write",
+    "p2p_nccl", "lmcache", "shared_storage", "offloading_p2p", "sglang", "sidecar",
 ]  # fmt: skip
 
 # side, role, the port where none is given: as in vLLM Ascend's proxy, whose hosts are localhost then
@@ -46,6 +46,9 @@ class Disaggregation(Section, frozen=True):
     local_decode_fallback: bool = False
     tool_choice: Literal["bypass", "auto", "pass"] = "bypass"  # a tool that must be called
     list_prompts: Literal["bypass", "reject"] = "bypass"
+    prompt_logprobs: Literal["reject", "merge"] = "reject"
+    cached_tokens: Literal["decode", "prefill"] = "decode"  # whose figure stands in the usage that clients get
+    cache_threshold: Share = 0.8  # shared_storage: the part of a prompt that decode must have to go ahead alone
     metaserver: Metaserver = Metaserver()
     override_remote_host: bool = False  # decode gets prefill's host as it stands in the configuration
 

@@ -19,6 +19,8 @@ def pair_settings(disaggregation: Disaggregation, callback: str = "") -> PairSet
         tool_choice=disaggregation.tool_choice,
         list_prompts=disaggregation.list_prompts,
         remote_host=disaggregation.override_remote_host,
+        prompt_logprobs=disaggregation.prompt_logprobs,
+        cache_threshold=disaggregation.cache_threshold,
     )
     # what is not set is the connector's own; and where nothing is held, no setting makes it so
     hold = found.hold if disaggregation.hold == Disaggregation().hold or not found.hold else disaggregation.hold
@@ -38,6 +40,7 @@ def pair_settings(disaggregation: Disaggregation, callback: str = "") -> PairSet
         admission_grace=disaggregation.admission_grace,
         abort_unsafe=disaggregation.abort_unsafe or found.abort_in_transfer_unsafe,
         fallback=disaggregation.local_decode_fallback,
+        cached_tokens=disaggregation.cached_tokens == "prefill",
         callback=callback,
     )
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import abc
 import re
+from collections.abc import Callable
+from typing import ClassVar
 
 import msgspec
 
+WHOLE_MOST = 64 << 20  # octets of an unstreamed answer that is held back to be changed
+HEARD_MOST = 1 << 20  # octets of an answer that is listened to
 HELD_MOST = 65536  # octets of one event that are held back to see whether it is to go; a usage event has some 300
 EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 
@@ -22,6 +26,8 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 class EventEditor(abc.ABC):
     """Shows each event of a stream to `edit`, and passes on what that returns, as soon as the event is whole. One that is too
     long to be held passes as it is."""
+
+    resizes: ClassVar[bool] = True  # what passes may have another length than what came
 
     def __init__(self) -> None:
         self._held = b""
@@ -74,3 +80,48 @@ def _is_usage(event: bytes) -> bool:
     except (msgspec.MsgspecError, RecursionError):
         return False
     return chunk.choices == [] and bytes(chunk.usage) not in (b"", b"null")
+
+
+class WholeEditor:
+    """Changes an unstreamed answer, once all of it is there. One that is too long to be held passes as it is."""
+
+    resizes: ClassVar[bool] = True
+
+    def __init__(self, change: Callable[[bytes], bytes]) -> None:
+        self._change, self._held, self._size = change, list[bytes](), 0
+
+    def feed(self, pieces: list[bytes]) -> list[bytes]:
+        self._held += pieces
+        self._size += sum(map(len, pieces))
+        if self._size <= WHOLE_MOST:
+            return []
+        passed, self._held = self._held, []
+        return passed
+
+    def end(self) -> list[bytes]:
+        if self._size > WHOLE_MOST:
+            return []
+        return [self._change(b"".join(self._held))]
+
+
+class Listener:
+    """Changes nothing: `heard` is told of an answer at its end. Of a long stream it is told the last octets, of another answer
+    that is too long nothing."""
+
+    resizes: ClassVar[bool] = False
+
+    def __init__(self, streamed: bool, heard: Callable[[bytes], None]) -> None:
+        self._streamed, self._heard, self._kept, self._size = streamed, heard, b"", 0
+
+    def feed(self, pieces: list[bytes]) -> list[bytes]:
+        self._size += sum(map(len, pieces))
+        if self._streamed:
+            self._kept = b"".join((self._kept, *pieces))[-HELD_MOST:]
+        elif self._size <= HEARD_MOST:
+            self._kept += b"".join(pieces)
+        return pieces
+
+    def end(self) -> list[bytes]:
+        if self._streamed or self._size <= HEARD_MOST:
+            self._heard(self._kept)
+        return []

@@ -24,7 +24,6 @@ KEY_MOST = 1024  # octets of a key; a longer one is no key that anybody asks for
 _BLANK = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
 _STRUCTURE = re.compile(rb'["{}\[\]]')
-_QUOTE = re.compile(rb'["\\]')
 _BLANKS = re.compile(rb"[ \t\r\n]*")
 _SCALAR_END = re.compile(rb"[,}\] \t\r\n]")
 
@@ -43,7 +42,7 @@ class NotAnObject(ValueError):
     """The body is no JSON object that every parser reads alike. The text says where."""
 
 
-class _At(enum.Enum):
+class _At(enum.IntEnum):  # whose hash is an integer's: each step is looked up by it
     START = enum.auto()  # before the opening brace
     KEY = enum.auto()  # before a key, or the closing brace
     IN_KEY = enum.auto()
@@ -225,12 +224,11 @@ class Members:
         """Where the string that `at` is within ends: the place of its closing quote and 1, or the data's end and 0."""
         if self._odd:
             self._odd, at = False, at + 1
-        while match := _QUOTE.search(data, at):
-            if data[match.start()] == 0x22:
-                return match.start(), 1
-            at = match.end() + 1
-            if at > len(data):
-                self._odd = True
+        while (quote := data.find(b'"', at)) >= 0:
+            if quote == at or data[quote - 1] != 0x5C or not _backslashes(data, at, quote) % 2:
+                return quote, 1
+            at = quote + 1
+        self._odd = bool(_backslashes(data, at, len(data)) % 2)
         return len(data), 0
 
     def _keep(self, data: bytes, begin: int, end: int) -> None:
@@ -244,6 +242,11 @@ class Members:
         if len(self.found) > 10_000:
             raise self._wrong("more than 10,000 members", at)
         self._at, self._comma = _At.COMMA, False
+
+
+def _backslashes(data: bytes, begin: int, end: int) -> int:
+    """How many stand just before `end`, from `begin` on."""
+    return end - begin - len(data[begin:end].rstrip(b"\\")) if data.endswith(b"\\", begin, end) else 0
 
 
 def _blanks(data: bytes, at: int) -> int:

@@ -26,8 +26,8 @@ class Fleet:
 
     def __init__(self, models: Models, connections: Connections, loopback: tuple[Way, Connections] | None = None):
         self.models, self.connections, self.loopback = models, connections, loopback
-        self.roles = {"prefill": Models(), "decode": Models()}  # who serves one leg only, by model
-        self.engines: Mapping[str, Engine] = {}  # those of the two, by the backend's name
+        self.roles = {"encode": Models(), "prefill": Models(), "decode": Models()}  # who serves one leg only, by model
+        self.engines: Mapping[str, Engine] = {}  # those of these, by the backend's name
 
     def apply(
         self,
@@ -38,8 +38,9 @@ class Fleet:
         load_factor: float,
         rules: Mapping[str, Rule],
     ) -> None:
-        """A new membership, whole. What is not disaggregated goes to whoever decodes: never to one that only prefills."""
-        self.models.apply([b for b in backends if b.role != "prefill"], balance, load_factor, rules)
+        """A new membership, whole. What is not disaggregated goes to whoever decodes: never to one that only prefills or
+        encodes."""
+        self.models.apply([b for b in backends if b.role not in ("prefill", "encode")], balance, load_factor, rules)
         for role, models in self.roles.items():
             models.apply([b for b in backends if b.role == role], balance, load_factor)
         self.connections, self.engines = connections, engines
@@ -62,7 +63,7 @@ class Fleet:
     def routable(self) -> bool:
         """Some request can be served: by one backend, or by two."""
         whole = any(b.routable and b.role == "both" for b in self.pool.backends)
-        return whole or all(models.whole.routable for models in self.roles.values())
+        return whole or all(self.roles[role].whole.routable for role in ("prefill", "decode"))
 
     def aim(self, call: Call, upload: Upload) -> Way:
         """Find the call's way, by its model. Raises Refusal where nobody knows that."""
@@ -96,10 +97,16 @@ class Fleet:
 
     def of(self, role: str, call: Call) -> Pool:
         """The backends of that role that serve the call's model."""
-        models, way = self.roles[role], call.way
-        name = None if way is None else way.rewritten or way.model or call.exchange.model
+        return self.of_model(role, self.model_of(call))
+
+    def model_of(self, call: Call) -> str | None:
+        """As backends call it."""
+        way = call.way
+        return None if way is None else way.rewritten or way.model or call.exchange.model
+
+    def of_model(self, role: str, name: str | None) -> Pool:
         try:
-            found = models.find(name)
+            found = self.roles[role].find(name)
         except Refusal:
             return _NOBODY
         assert isinstance(found, Way)

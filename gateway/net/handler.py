@@ -33,7 +33,7 @@ from gateway.core.outcome import BACKEND_FAILURES, Outcome, Phase
 from gateway.core.retry import Retries
 from gateway.core.routing import Route
 from gateway.errors import Ended, EngineRefused, Refusal, UpstreamFailed
-from gateway.net import answers, body, migrate
+from gateway.net import answers, body, changes, migrate
 from gateway.net.attempts import Attempts
 from gateway.net.call import Call, Local, Policy
 from gateway.net.clock import http_date
@@ -41,7 +41,7 @@ from gateway.net.disagg import Pairs
 from gateway.net.downstream import Downstream, Request
 from gateway.net.fleet import Fleet
 from gateway.net.paired import PairObserver
-from gateway.net.relay import Relay
+from gateway.net.relay import Edit, Relay
 from gateway.net.tasks import Tasks
 from gateway.net.tunnel import Tunnel
 from gateway.net.upstream import Connection
@@ -81,7 +81,9 @@ class Gateway:
         self._tasks = Tasks()
         watch = Watch(self.live, self._expired)
         self._attempts = Attempts(fleet, admission, retries, observer, self._tasks, watch)
-        self.pairs = Pairs(fleet, admission, retries, observer, pair_observer, self._attempts, watch, self._tasks)
+        self.pairs = Pairs(
+            fleet, admission, retries, observer, pair_observer, self._attempts, watch, self._tasks, self._waiting
+        )
         self._prefix, self._count = b"%024x" % random.getrandbits(96), 0
 
     # the life of a request --------------------------------------------------------------------------------------------
@@ -206,9 +208,11 @@ class Gateway:
         keep_alive = answers.can_go_on(call, head, self.draining)
         kind = headers.media_type(response.named)
         meter = exchange.meter = self._meter(call, response, kind)
-        edit = UsageStripper() if call.usage_asked and meter is not None and meter.streamed else None
+        edit: Edit | None = UsageStripper() if call.usage_asked and meter is not None and meter.streamed else None
+        if call.paired is not None and edit is None and meter is not None:
+            edit = changes.edit(call.paired, meter.streamed)
         framing = response.framing
-        if framing is CHUNKED or framing is CLOSE or (framing is LENGTH and edit is not None):
+        if framing is CHUNKED or framing is CLOSE or (framing is LENGTH and edit is not None and edit.resizes):
             framing = CHUNKED if head.minor else CLOSE
             keep_alive = keep_alive and framing is CHUNKED
         exchange.status, exchange.committed, exchange.phase = response.status, True, _FIRST_TOKEN

@@ -39,3 +39,32 @@ class Opening(Hold):
         self.data = event.data
         self.done.set_result(None)
         return True
+
+
+class Probe(Opening):
+    """The beginning of an answer to a probe (`core.disagg.base.Order.PROBE`): up to the first event that says something, or a
+    whole unstreamed answer. One too long to wait here is an answer."""
+
+    def __init__(self, connection: Connection, head: ResponseHead, dialect: Dialect):
+        self._body: list[bytes] = []
+        super().__init__(connection, head, dialect)
+
+    def received(self, data: bytes, now: float) -> None:
+        if self._events:
+            Hold.received(self, data, now)
+            return
+        self._connection.pending += data
+        if self.done.done():
+            return
+        self._body += self._reader.feed(data)
+        if self._reader.failure is not None:
+            self._broke(f"sent a malformed body: {self._reader.failure}")
+        elif self._reader.done:
+            self.data = b"".join(self._body)
+            self.done.set_result(None)
+        elif len(self._connection.pending) >= PENDING_MOST:
+            self.done.set_result(None)
+
+    def _says_something(self, event: Event) -> bool:
+        self.data = event.data
+        return Hold._says_something(self, event)

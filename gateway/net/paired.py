@@ -24,8 +24,8 @@ from gateway.net.legs import Leg, beside
 from gateway.net.releases import Detached, Released, Releases
 from gateway.net.upstream import Origin
 
-# With a coded answer, what prefill brought could not be read.
-_NOT_TO_PREFILL = OWNED_FIELDS | {b"accept-encoding"}
+# What is coded could not be read: what prefill brought, or what is to be changed in decode's answer.
+_UNCODED = OWNED_FIELDS | {b"accept-encoding"}
 
 
 class PairSettings(NamedTuple):
@@ -43,6 +43,7 @@ class PairSettings(NamedTuple):
     admission_grace: float = 5.0
     abort_unsafe: bool = False
     fallback: bool = False
+    cached_tokens: bool = False  # of the client's usage: as prefill said them
     callback: str = ""
 
 
@@ -52,6 +53,9 @@ class PairObserver(Protocol):
     def bypassed(self, reason: str) -> None: ...
 
     def fell_back(self, reason: str) -> None: ...
+
+    def encoded(self, exchange: Exchange, connector: str, seconds: float) -> None:
+        """The encoders' first request begun to their last answer read."""
 
     def prefilled(self, exchange: Exchange, connector: str, seconds: float) -> None:
         """Prefill's request written to its answer read."""
@@ -78,8 +82,8 @@ class PairObserver(Protocol):
 
 class Paired:
     __slots__ = (
-        "_releases", "answer", "answered", "asked", "call", "handoff", "holding", "opening", "pair", "prefill", "sent",
-        "settings", "state", "tasks", "tokens",
+        "_releases", "answer", "answered", "asked", "call", "conversation", "edits", "handoff", "holding", "missed", "opening",
+        "pair", "prefill", "said", "sent", "settings", "state", "tasks", "tokens", "transferred",
     )  # fmt: skip
 
     def __init__(self, call: Call, asked: Asked, settings: PairSettings, releases: Releases, tokens: int):
@@ -89,6 +93,11 @@ class Paired:
         self.pair: Pair | None = None
         self.handoff: Handoff | None = None
         self.holding: Holding | None = None
+        self.said = Handoff()  # what prefill's answer says beside the hand-off
+        self.missed = False  # decode has too little of the prompt (Order.PROBE)
+        self.transferred = True  # decode did not read the prompt itself
+        self.conversation = settings.connector.conversation(asked)
+        self.edits = settings.cached_tokens or asked.prompt_logprobs is not None or bool(self.conversation)  # of the answer
         self.answered = 0.0  # when prefill's answer had been read
         self.sent = 0.0  # when decode's request was written
         self.answer: asyncio.Future[ResponseHead] | None = None  # decode's
@@ -104,7 +113,7 @@ class Paired:
         """A leg's request, as it is sent: the client's own fields, but for those that tell engines where KV is."""
         call, route, head = self.call, self.call.route, self.call.request.head
         assert route is not None and head is not None
-        without = _NOT_TO_PREFILL if prefill else OWNED_FIELDS
+        without = _UNCODED if prefill or self.edits else OWNED_FIELDS
         host = head.named.get(b"host", b"") if route.authority is None else route.authority
         lines = headers.upstream_head(
             head,

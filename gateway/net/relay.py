@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from gateway.core import framing
 from gateway.core.exchange import Exchange, Observer
@@ -40,7 +40,9 @@ _BETWEEN, _AT_END = b"\0", b"\\\0"  # what parts texts that are looked at togeth
 
 
 class Edit(Protocol):
-    """Changes a stream's payload. What it holds back comes with a later piece, or at the end."""
+    """Changes a body's payload. What it holds back comes with a later piece, or at the end."""
+
+    resizes: ClassVar[bool]  # the body's length is not what it was
 
     def feed(self, pieces: list[bytes]) -> list[bytes]: ...
 

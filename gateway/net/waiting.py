@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
-from gateway.core.admission import Admission
+from gateway.core.admission import Admission, Line
 from gateway.core.head import RequestHead
 from gateway.core.models import Way
 from gateway.core.outcome import Phase
@@ -35,7 +36,7 @@ class Waiting:
             return
         likely = way if models.needed else models.usual
         patience = None if models.needed else call.policy.timeouts.queue
-        admission.foresee(likely, _rank(call, head, likely), patience)
+        admission.foresee(likely, _rank(call, head, likely.rank), patience)
 
     def enter(self, call: Call, way: Way) -> bool:
         """Take a slot, unless it has to be waited for."""
@@ -45,26 +46,37 @@ class Waiting:
         return entered
 
     async def turn(self, call: Call, head: RequestHead) -> None:
-        """Wait for a slot. Raises Refusal."""
-        admission, way, seconds = self._admission, call.way, call.policy.timeouts.queue
+        """Wait for a slot, and a backend of the call's way. Raises Refusal."""
+        way = call.way
         assert way is not None
-        call.exchange.phase, call.exchange.queued = Phase.QUEUE, time.monotonic()
+
+        def pick() -> None:
+            call.lease = self._fleet.pick(call)
+
+        await self.stand(call, head, way, way.rank, pick)
+
+    async def stand(self, call: Call, head: RequestHead, line: Line, rank: int | None, take: Callable[[], None]) -> None:
+        """Wait in a line. `take` takes what it leads to, in the same step as the slot; it must not raise. Raises Refusal."""
+        admission, seconds, exchange = self._admission, call.policy.timeouts.queue, call.exchange
+        exchange.phase, now = Phase.QUEUE, time.monotonic()
+        exchange.queued = now if exchange.queued is None else exchange.queued
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        ticket = admission.ticket(way, lambda: self._granted(call, way, turn), _rank(call, head, way), seconds)
+
+        def granted() -> None:
+            # both at once, so that nobody else is let in for the same place, and that they are given back whatever comes next
+            call.slot = line.quotas
+            take()
+            if not turn.done():
+                turn.set_result(None)
+
+        ticket = admission.ticket(line, granted, _rank(call, head, rank), seconds)
         try:
             message = f"no slot came free within {seconds:g} s (timeouts.queue)"
             await body.timed(call, turn, seconds, "queue_timeout", message, retry_after=1)
         finally:
             admission.leave(ticket)
 
-    def _granted(self, call: Call, way: Way, turn: asyncio.Future[None]) -> None:
-        # both at once, so that nobody else is let in for the same place, and that they are given back whatever comes next
-        call.slot = way.quotas
-        call.lease = self._fleet.pick(call)
-        if not turn.done():
-            turn.set_result(None)
 
-
-def _rank(call: Call, head: RequestHead, way: Way) -> int:
+def _rank(call: Call, head: RequestHead, rank: int | None) -> int:
     classes: Classes = call.policy.classes
-    return classes.rank(head.fields, way.rank)
+    return classes.rank(head.fields, rank)

@@ -20,6 +20,7 @@ MOST = 64  # pairs of a model and a connector
 _Labels = tuple[str, str]
 
 _TIMES = (
+    ("encode", "The encoders' first request begun to the last of their answers read.", B_TTFT),
     ("prefill", "Prefill's request written to its whole answer read.", B_TTFT),
     ("handoff", "Prefill's answer read to decode's request written: the gateway's part, not the transfer of KV.", B_OVH),
     (
@@ -56,6 +57,9 @@ class PairTallies:
 
     def fell_back(self, reason: str) -> None:
         self.counts["fallback"][reason] += 1
+
+    def encoded(self, exchange: Exchange, connector: str, seconds: float) -> None:
+        self._observe("encode", exchange, connector, seconds)
 
     def prefilled(self, exchange: Exchange, connector: str, seconds: float) -> None:
         self.counts["stranded"][connector] += 0  # begins at zero, as what does not has no rate

@@ -19,6 +19,7 @@ from urllib.parse import quote, urlencode
 import pytest
 import yaml
 
+from tests.support import pairs
 from tests.support import script as s
 from tests.support.client import RawClient
 from tests.support.gateway import ROOT, Gateway
@@ -127,10 +128,12 @@ def filled_in(expression: str) -> str:
     return re.sub(r"\$(\w+)|\$\{(\w+)\}", lambda found: VARIABLES[found[1] or found[2]], expression)
 
 
-def targets() -> Iterator[tuple[str, str]]:
+def targets(*, apart: bool = False) -> Iterator[tuple[str, str]]:
+    """Of all panels, or of those of prefill and decode apart."""
     for panel in DASHBOARD["panels"]:
         for target in panel.get("targets", []):
-            yield panel["title"], filled_in(target["expr"])
+            if ("tokenpipe_pd_" in target["expr"]) is apart:
+                yield panel["title"], filled_in(target["expr"])
 
 
 @pytest.mark.seconds(60)
@@ -166,6 +169,57 @@ async def test_every_panel_has_data(start_gateway: Start, upstream: RawUpstream,
                 series, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"]).groups()  # type: ignore[union-attr]
                 values = await database.get(f"label/{quote(label)}/values", **{"match[]": filled_in(series)})
                 assert {"instance": 1, "model": 2, "backend": 2}[variable["name"]] <= len(values)
+
+
+@pytest.mark.seconds(60)
+async def test_every_panel_of_prefill_and_decode_has_data(start_gateway: Start, tmp_path: Path) -> None:
+    image = {"type": "image_url", "image_url": {"url": "http://pictures/a"}}
+    bodies: dict[str, dict[str, Any]] = {
+        "usual": s.CHAT,
+        "encoded": {**s.CHAT, "messages": [{"role": "user", "content": [image]}]},
+        "bypass": {**s.CHAT, "max_tokens": 1},
+        "fallback": {**s.CHAT, "user": "fails"},
+        "gone": {**s.CHAT, "user": "waits"},
+    }
+    async with contextlib.AsyncExitStack() as stack:
+        (p,), (d,), ledger = await stack.enter_async_context(pairs.engines())
+        encoder = RawUpstream(s.reply(200, {"choices": []}))
+        await encoder.start()
+        stack.push_async_callback(encoder.stop)
+        prefill, quick, slow = pairs.prefill(ledger), pairs.decode(ledger), pairs.decode(ledger, seconds=0.2)
+
+        async def at_p(wire: HttpWire, request: Message) -> None:
+            fails = request.json().get("user") == "fails"
+            await (s.reply(500, b"{}") if fails else prefill)(wire, request)
+
+        async def at_d(wire: HttpWire, request: Message) -> None:
+            await (slow if request.json().get("user") == "waits" else quick)(wire, request)
+
+        p.script, d.script = at_p, at_d
+        said = json.loads(pairs.config([p], [d], disaggregation={"local_decode_fallback": True}))
+        said["backends"].append({"url": encoder.url, "role": "encode"})
+        gateway = await start_gateway(config=json.dumps({**said, "breaker": {"failures": 10**6}}))
+        database = await stack.enter_async_context(prometheus(gateway, tmp_path))
+
+        async def one(name: str) -> None:
+            client = await gateway.connect()
+            await client.send(s.post(bodies[name]))
+            if name == "gone":
+                await asyncio.sleep(0.1)
+                client.reset()
+            else:
+                assert (await client.read_response()).status == 200
+                client.fin()
+
+        left: list[str] = []
+        deadline = time.monotonic() + 25
+        while time.monotonic() < deadline:
+            await asyncio.gather(*map(one, bodies))
+            await asyncio.sleep(0.3)
+            left = [f"{title}: {expr}" for title, expr in targets(apart=True) if not await database.query(expr)]
+            if not left:
+                break
+        assert not left, "\n".join(left)
 
 
 def test_the_dashboard_can_be_imported() -> None:

@@ -71,7 +71,9 @@ class Engines:
         return [await asked(mock, "/admin/synth/kv") for mock in mocks]
 
     async def held(self) -> int:
-        return sum([len(state["held"]) for state in await self.states(self.all)])
+        """But for what a decode engine keeps for a conversation's next turn, as it is to."""
+        mocks = self.prefills if self.connector == "nixl_bidirectional" else self.all
+        return sum([len(state["held"]) for state in await self.states(mocks)])
 
     async def counted(self, name: str) -> int:
         return sum([state[name] for state in await self.states(self.all)])

@@ -23,7 +23,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final, NamedTuple
 
-from gateway.core.disagg import encoding
+from gateway.core.disagg import encoding, logprobs
 from gateway.core.disagg.asked import Asked
 from gateway.core.disagg.body import Body, as_json
 from gateway.core.disagg.shape import Shape, shaped
@@ -51,7 +51,6 @@ class Release(enum.StrEnum):
     """When KV that P holds and that no D will fetch is freed by a release leg (pd.md 6.4)."""
 
     ALWAYS = "always"
-    PRESSURE = "pressure"  # only while P's own figures say that its cache is nearly full
     NEVER = "never"  # the lease runs out by itself
 
 
@@ -78,8 +77,6 @@ class Engine(NamedTuple):
     bootstrap_port: int | None = 8998  # Mooncake's and SGLang's bootstrap server; None: sent as null
     handshake_port: int | None = None  # MoRIIO
     notify_port: int | None = None  # MoRIIO
-    init_ports: tuple[int, ...] = ()  # LMCache receivers, one a TP rank
-    alloc_ports: tuple[int, ...] = ()
     dp_size: int = 1
     tp_size: int = 1
     engine_ids: Mapping[int, str] = {}  # by DP rank, as learnt (`Connector.learn`)
@@ -127,6 +124,7 @@ class Handoff(NamedTuple):
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None  # of P's usage: the truth about the prefix cache (D counts what was transferred)
+    prompt_logprobs: bytes = b""  # as JSON, where P was asked for them
 
 
 class HandoffMissing(Refusal):
@@ -147,7 +145,7 @@ class Rules(NamedTuple):
     """The operator's choices for a pool, as far as bodies are concerned."""
 
     min_prompt_tokens: int = 0  # shorter prompts are served by D alone
-    prompt_logprobs: str = "reject"  # or merge: P computes them, and they are put into D's answer; never for streams
+    prompt_logprobs: str = "reject"  # or merge: P computes them, and `merged` puts them into D's whole answer
     tool_choice: str = "bypass"  # a required tool: bypass; auto (P is told auto: the template must not depend on it); pass
     list_prompts: str = "bypass"  # or reject
     messages: bool = True  # the engines' /v1/messages takes kv_transfer_params and answers with them (vLLM 0.32 does)
@@ -176,7 +174,6 @@ class Connector(abc.ABC):
     paths: ClassVar[frozenset[bytes]] = GENERATING
     lists: ClassVar[bool] = False  # several prompts in one request can be handed over
     several: ClassVar[bool] = True  # n > 1 works
-    backstop: ClassVar[float] = 0.0  # CONCURRENT: D's output waits so many seconds at most for P's outcome; 0: it does not
     reusable: ClassVar[bool] = True  # params may go to another D if the first one provably got no octet of the request
     shape: ClassVar[Shape] = Shape()
 
@@ -187,6 +184,8 @@ class Connector(abc.ABC):
 
     def judge(self, asked: Asked) -> Bypass | None:
         """None: disaggregate. Else D alone is to serve it, with `alone`. Raises Refusal where it can be served in no way."""
+        if asked.path not in GENERATING | self.paths:
+            return Bypass.PATH
         rules, impossible = self.rules, self._impossible(asked)
         if impossible is not None:
             why, param, message = impossible
@@ -194,20 +193,17 @@ class Connector(abc.ABC):
                 raise Refusal("bad_request", f"{message} (disaggregation.connector: {self.name})", param=param)
             return why
         if self.serves_alone:
-            if asked.path not in GENERATING:
-                return Bypass.PATH
             if asked.max_tokens == 1:
                 return Bypass.ONE_TOKEN
             if asked.tokens < rules.min_prompt_tokens:
                 return Bypass.SHORT
-        logprobs = asked.prompt_logprobs
-        if logprobs is not None and self.shapes and (rules.prompt_logprobs == "reject" or asked.stream):
+        wanted, merges = asked.prompt_logprobs, rules.prompt_logprobs == "merge" and self.order is Order.SERIAL
+        if wanted is not None and self.shapes and (asked.stream or wanted == "echo" or not merges):
             raise Refusal(
                 "bad_request",
-                f"{logprobs}: the engine that decodes has not seen the prompt, so that it cannot compute this"
-                + (" in a stream" if rules.prompt_logprobs == "merge" else "")
+                f"{wanted}: the engine that decodes has not seen the prompt, so that it cannot compute this"
                 + " (disaggregation.prompt_logprobs)",
-                param=logprobs,
+                param=wanted,
             )
         if asked.tool_forced and rules.tool_choice == "bypass" and self.shapes and self.serves_alone:
             return Bypass.TOOL_CHOICE
@@ -216,7 +212,7 @@ class Connector(abc.ABC):
     def _impossible(self, asked: Asked) -> tuple[Bypass, str | None, str] | None:
         """What keeps the connector from handing this request over: the reason, the member, and the words for a refusal."""
         path = asked.path
-        if path in GENERATING and (path not in self.paths or (path == b"/v1/messages" and not self.rules.messages)):
+        if path not in self.paths or (path == b"/v1/messages" and not self.rules.messages):
             return Bypass.PATH, None, f"{path.decode()} cannot be disaggregated"
         if not self.shapes:
             return None
@@ -260,7 +256,10 @@ class Connector(abc.ABC):
 
     def accept(self, asked: Asked, pair: Pair, answer: bytes) -> Handoff:
         """P's answer, whose status was 200. Raises HandoffMissing, naming what is missing."""
-        return Handoff()
+        try:
+            return handoff_of(Body(answer), b"")
+        except Refusal:  # where nothing is carried, it need not be read
+            return Handoff()
 
     @abc.abstractmethod
     def decode(self, asked: Asked, pair: Pair, handoff: Handoff = Handoff()) -> Leg:
@@ -280,6 +279,10 @@ class Connector(abc.ABC):
     def sign(self, data: bytes, status: int, asked: Asked) -> Sign:
         """Of the first event's data of D's stream, or of D's whole unstreamed answer."""
         return sign(data, status)
+
+    def merged(self, asked: Asked, handoff: Handoff, answer: bytes) -> bytes:
+        """D's whole unstreamed answer of status 200, with what P has computed for it: only where `asked.prompt_logprobs`."""
+        return logprobs.merged(asked, answer, handoff.prompt_logprobs)
 
     def conversation(self, asked: Asked) -> str:
         """What `Pair.conversation` is to be, where the request itself names its conversation; "" where it does not."""
@@ -317,10 +320,17 @@ class Connector(abc.ABC):
 
     def with_params(self, asked: Asked, params: bytes) -> bytes:
         """The client's body with kv_transfer_params as its one new member, and without whatever P has computed for it."""
-        drop: frozenset[str] = frozenset()
-        if asked.prompt_logprobs is not None:  # P computes them (Rules.prompt_logprobs)
-            drop = frozenset(("prompt_logprobs", asked.prompt_logprobs))
-        return asked.edited({"kv_transfer_params": params}, drop)
+        return self.for_decode(asked, {"kv_transfer_params": params})
+
+    def for_decode(self, asked: Asked, put: Mapping[str, bytes] = {}) -> bytes:
+        """The client's body with the members of `put`, and without whatever P has computed for it."""
+        put, drop = dict(put), frozenset[str]()
+        if asked.prompt_logprobs is not None and self.shapes:  # Rules.prompt_logprobs
+            drop = frozenset(("prompt_logprobs",))
+            if asked.sampling is not None:
+                sampling = Body(asked.cleaned.get("sampling_params", asked.sampling.octets))
+                put["sampling_params"] = sampling.edited(drop=drop.__contains__)
+        return asked.edited(put, drop)
 
 
 def bracketed(host: str) -> str:
@@ -343,3 +353,24 @@ def answer_of(answer: bytes) -> Body:
         return Body(answer)
     except Refusal as refusal:
         raise HandoffMissing(f"the prefill engine's answer is no JSON object ({refusal.message})") from None
+
+
+def handoff_of(said: Body, octets: bytes, given: Body | None = None) -> Handoff:
+    """What P's whole answer says beside the params, whose octets are given."""
+    usage = said.inner("usage") or Body(b"{}")
+    details = usage.inner("prompt_tokens_details") or usage.inner("input_tokens_details") or Body(b"{}")
+    choices = said.value("choices")
+    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    remote = given.value("remote_request_id") if given is not None else None
+    return Handoff(
+        octets,
+        remote if isinstance(remote, str) else None,
+        reason if isinstance(reason := first.get("finish_reason", said.value("stop_reason")), str) else None,
+        _count(usage.value("prompt_tokens")) if "prompt_tokens" in usage else _count(usage.value("input_tokens")),
+        _count(details.value("cached_tokens")),
+        logprobs.found(said),
+    )
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and value >= 0 else None

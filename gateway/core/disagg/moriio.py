@@ -24,7 +24,7 @@ from gateway.core.disagg.base import (
     params,
 )
 from gateway.core.disagg.body import FALSE, TRUE, Body, as_json, from_json
-from gateway.core.disagg.nixl import Nixl, handoff
+from gateway.core.disagg.nixl import Nixl
 
 PORTS = ("handshake_port", "notify_port")
 
@@ -72,7 +72,6 @@ class MoriioWrite(Connector):
     release_policy = Release.NEVER
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"prefill": PORTS, "decode": PORTS}
     ranked = True
-    backstop = 30.0
 
     def prefill(self, asked: Asked, pair: Pair, posted: bytes = b"") -> Leg:
         decode = pair.decode
@@ -106,12 +105,12 @@ class MoriioWrite(Connector):
 
     def accept(self, asked: Asked, pair: Pair, answer: bytes) -> Handoff:
         """Nothing is carried, but P says on which rank it ran: it must be the one that D was given."""
+        handoff = super().accept(asked, pair, answer)
         said = from_json(answer)
-        body = Body(answer) if isinstance(said, dict) else None
-        given = body.inner("kv_transfer_params") if body is not None else None
+        given = Body(answer).inner("kv_transfer_params") if isinstance(said, dict) else None
         if given is not None and (rank := rank_of(given, pair)) != pair.rank:
             raise HandoffMissing(f"the prefill engine {pair.prefill.name} ran on DP rank {rank}, and not on {pair.rank}")
-        return handoff(body, b"", given) if body is not None else Handoff()
+        return handoff
 
 
 def rank_of(given: Body, pair: Pair) -> int:

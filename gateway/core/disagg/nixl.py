@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Final
 
 from gateway.core.disagg.asked import Asked
-from gateway.core.disagg.base import Connector, Handoff, HandoffMissing, Leg, Order, Pair, answer_of, params
+from gateway.core.disagg.base import Connector, Handoff, HandoffMissing, Leg, Order, Pair, answer_of, handoff_of, params
 from gateway.core.disagg.body import Body, as_json
 
 PREFILL: Final = params(
@@ -47,7 +47,7 @@ class Nixl(Connector):
             )
         if self.rules.remote_host:
             given = Body(given.edited({"remote_host": as_json(pair.prefill.kv_name)}))
-        return handoff(said, self.handed(asked, pair, given), given)
+        return handoff_of(said, self.handed(asked, pair, given), given)
 
     def handed(self, asked: Asked, pair: Pair, given: Body) -> bytes:
         """What D gets, of P's params."""
@@ -61,23 +61,3 @@ class Nixl(Connector):
 
     def leg(self, asked: Asked, pair: Pair, body: bytes) -> Leg:
         return Leg(asked.path, body, pair.attempt.encode())
-
-
-def handoff(said: Body, octets: bytes, given: Body | None = None) -> Handoff:
-    """What P's whole answer says beside the params, whose octets are given."""
-    usage = said.inner("usage") or Body(b"{}")
-    details = usage.inner("prompt_tokens_details") or usage.inner("input_tokens_details") or Body(b"{}")
-    choices = said.value("choices")
-    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-    remote = given.value("remote_request_id") if given is not None else None
-    return Handoff(
-        octets,
-        remote if isinstance(remote, str) else None,
-        reason if isinstance(reason := first.get("finish_reason", said.value("stop_reason")), str) else None,
-        count(usage.value("prompt_tokens")) if "prompt_tokens" in usage else count(usage.value("input_tokens")),
-        count(details.value("cached_tokens")),
-    )
-
-
-def count(value: object) -> int | None:
-    return value if type(value) is int and value >= 0 else None

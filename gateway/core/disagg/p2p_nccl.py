@@ -27,7 +27,7 @@ class P2pNccl(Connector):
         return Leg(asked.path, self.shaped(asked, {}), request_id(pair))
 
     def decode(self, asked: Asked, pair: Pair, handoff: Handoff = Handoff()) -> Leg:
-        return Leg(asked.path, asked.edited({}), request_id(pair))
+        return Leg(asked.path, self.for_decode(asked), request_id(pair))
 
 
 def request_id(pair: Pair) -> bytes:

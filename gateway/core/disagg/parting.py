@@ -2,6 +2,9 @@
 
     state          what there is                                  the client leaves, or the gateway gives up
     QUEUED         two leases                                     nothing to be told to anybody
+    ENCODING       encoders compute, each its own leg             close
+    PROBING        D has the request, and may say that it has     close
+                   too little of the prompt
     PREFILLING     P computes; both legs run, where they do so    close: an engine that loses its client aborts
                    at once
     HANDOFF        P has answered, and holds KV for D             release: D fetches it, for nobody, so that P frees it
@@ -25,6 +28,8 @@ class State(enum.StrEnum):
     """Its value is the phase that an abort is counted under."""
 
     QUEUED = "queue"
+    ENCODING = "encode"
+    PROBING = "probe"
     PREFILLING = "prefill"
     HANDOFF = "handoff"
     DECODE_WAIT = "wait"
@@ -41,7 +46,9 @@ class Parting(enum.Enum):
 
 # What may follow. Any state may be followed by DONE.
 NEXT: Final[Mapping[State, frozenset[State]]] = {
-    State.QUEUED: frozenset((State.PREFILLING,)),
+    State.QUEUED: frozenset((State.ENCODING, State.PROBING, State.PREFILLING)),
+    State.ENCODING: frozenset((State.PROBING, State.PREFILLING)),
+    State.PROBING: frozenset((State.PREFILLING, State.STREAMING)),
     State.PREFILLING: frozenset((State.HANDOFF, State.DECODE_WAIT)),  # the latter where both legs are sent at once
     State.HANDOFF: frozenset((State.DECODE_WAIT,)),
     State.DECODE_WAIT: frozenset((State.STREAMING,)),
@@ -51,6 +58,8 @@ NEXT: Final[Mapping[State, frozenset[State]]] = {
 
 PARTINGS: Final[Mapping[State, Parting]] = {
     State.QUEUED: Parting.NOTHING,
+    State.ENCODING: Parting.CLOSE,
+    State.PROBING: Parting.CLOSE,
     State.PREFILLING: Parting.CLOSE,
     State.HANDOFF: Parting.RELEASE,
     State.DECODE_WAIT: Parting.DETACH,

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Final
 
 from gateway.core.disagg.asked import Asked, Prompt
-from gateway.core.disagg.base import GENERATING, Connector, Handoff, Leg, Order, Pair, Release
+from gateway.core.disagg.base import GENERATING, Bypass, Connector, Handoff, Leg, Order, Pair, Release
 from gateway.core.disagg.body import as_json
+from gateway.errors import Refusal
 
+BATCH_MOST: Final = 4096  # requests that one request may stand for: prompts times answers
 ROOMS: Final = 1 << 63  # a room is a signed 64-bit integer, and not negative
 
 
@@ -26,6 +28,11 @@ class Sglang(Connector):
     shapes = False  # the engine's mode ends the prefill
     paths = GENERATING | {b"/generate"}
 
+    def judge(self, asked: Asked) -> Bypass | None:
+        if asked.path in self.paths and _count(asked) > BATCH_MOST:
+            raise Refusal("bad_request", f"found {_count(asked)} prompts times n; at most {BATCH_MOST} are taken", param="n")
+        return super().judge(asked)
+
     def prefill(self, asked: Asked, pair: Pair, posted: bytes = b"") -> Leg:
         return Leg(asked.path, asked.edited(self._meeting(asked, pair)), pair.attempt.encode())
 
@@ -37,12 +44,16 @@ class Sglang(Connector):
 
     def _meeting(self, asked: Asked, pair: Pair) -> dict[str, bytes]:
         host, port = pair.prefill.kv_name, pair.prefill.bootstrap_port
-        found = rooms(pair, max(asked.prompts, 1) * asked.n)
-        if asked.n == 1 and asked.prompt_kind not in (Prompt.TEXTS, Prompt.TOKEN_LISTS):
+        found = rooms(pair, min(_count(asked), BATCH_MOST))
+        if asked.n <= 1 and asked.prompt_kind not in (Prompt.TEXTS, Prompt.TOKEN_LISTS):
             values: tuple[object, object, object] = host, port, found[0]
         else:
             values = [host] * len(found), [port] * len(found), found
         return {f"bootstrap_{name}": as_json(value) for name, value in zip(("host", "port", "room"), values, strict=True)}
+
+
+def _count(asked: Asked) -> int:
+    return max(asked.prompts, 1) * max(asked.n, 1)
 
 
 def rooms(pair: Pair, count: int) -> list[int]:

@@ -56,8 +56,7 @@ def shaped(asked: Asked, put: Mapping[str, bytes], shape: Shape, *, tool_auto: b
         dropped |= frozenset(_LEAST)
     if not shape.first_token:
         dropped |= _GRAMMAR | (_STOPS if shape.min_tokens else frozenset())
-        if not keep_logprobs:
-            dropped |= _LOGPROBS
+        dropped |= _LOGPROBS - ({"prompt_logprobs"} if keep_logprobs else frozenset())
     if path == b"/generate":  # SGLang: there it is the prompt
         dropped -= {"text"}
 
@@ -81,6 +80,5 @@ def _sampling(sampling: Body, shape: Shape, keep_logprobs: bool) -> bytes:
         dropped.add("min_tokens")
     if not shape.first_token:
         dropped |= {"structured_outputs", "guided_decoding"} | (_STOPS if shape.min_tokens else set())
-        if not keep_logprobs:
-            dropped |= {"logprobs", "prompt_logprobs"}
+        dropped |= {"logprobs"} if keep_logprobs else {"logprobs", "prompt_logprobs"}
     return sampling.edited(new, dropped.__contains__)

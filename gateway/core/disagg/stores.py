@@ -23,7 +23,7 @@ class LmCache(Connector):
         return Leg(asked.path, self.shaped(asked, {}), pair.attempt.encode())
 
     def decode(self, asked: Asked, pair: Pair, handoff: Handoff = Handoff()) -> Leg:
-        return self.alone(asked, pair)
+        return Leg(asked.path, self.for_decode(asked), pair.attempt.encode())
 
 
 class SharedStorage(LmCache):
@@ -40,7 +40,7 @@ class SharedStorage(LmCache):
         return Leg(asked.path, self.shaped(asked, {"cache_hit_threshold": b"0"}), pair.attempt.encode())
 
     def decode(self, asked: Asked, pair: Pair, handoff: Handoff = Handoff()) -> Leg:
-        return Leg(asked.path, asked.edited({"cache_hit_threshold": b"0"}), pair.attempt.encode())
+        return Leg(asked.path, self.for_decode(asked, {"cache_hit_threshold": b"0"}), pair.attempt.encode())
 
 
 class OffloadingP2p(Connector):

@@ -6,6 +6,7 @@ last usage event is changed, the one without choices; all others pass octet for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from gateway.core.disagg.body import NULL, Body, as_json
@@ -16,9 +17,9 @@ _DETAILS: Final = ("prompt_tokens_details", "input_tokens_details")  # /v1/respo
 
 
 class CachedTokens(EventEditor):
-    """`cached`: as P's usage has it (`Handoff.cached_tokens`)."""
+    """`cached`: as P's usage has it (`Handoff.cached_tokens`); asked when it is needed, for P may answer beside the stream."""
 
-    def __init__(self, cached: int | None):
+    def __init__(self, cached: Callable[[], int | None]):
         super().__init__()
         self.cached = cached
 
@@ -33,7 +34,7 @@ class CachedTokens(EventEditor):
             return event
         if said.value("choices") != []:
             return event
-        return event[:begin] + corrected(said, self.cached) + event[end:]
+        return event[:begin] + corrected(said, self.cached()) + event[end:]
 
 
 def corrected(said: Body, cached: int | None) -> bytes:

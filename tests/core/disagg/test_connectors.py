@@ -358,6 +358,15 @@ def test_sglang_batches(members: dict[str, Any], count: int) -> None:
     assert len(set(body["bootstrap_room"])) == count == len(body["bootstrap_room"])
 
 
+def test_sglang_batches_are_bounded() -> None:
+    """A number in a request makes no list of its length here."""
+    for members in ({"prompt": "a", "n": 2**62}, {"prompt": ["a"] * 100, "n": 100}):
+        with pytest.raises(Refusal, match="at most 4096"):
+            connector("sglang").judge(ask(COMPLETIONS, **members))
+        assert len(said(connector("sglang").prefill(ask(COMPLETIONS, **members), PAIR))["bootstrap_room"]) == 4096
+    assert said(connector("sglang").prefill(ask(n=-3), PAIR))["bootstrap_host"] == "10.0.0.1"
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("room", [0, 1, 12345, 2**62, 2**63 - 1, 2**63 - 2])
 def test_rooms(ranks: int, room: int) -> None:

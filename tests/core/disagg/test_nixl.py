@@ -50,7 +50,7 @@ def test_handoff_is_verbatim() -> None:
     nixl, asked = Nixl(), ask(stream=True)
     handoff = nixl.accept(asked, PAIR, ANSWER % PARAMS)
     assert handoff.params == PARAMS
-    assert handoff[1:] == ("chatcmpl-x-9b43b403", "length", 812, 768)
+    assert handoff[1:] == ("chatcmpl-x-9b43b403", "length", 812, 768, b"")
     leg = nixl.decode(asked, PAIR, handoff)
     own = asked.body.octets
     assert leg.body == own[:-1] + b', "kv_transfer_params": ' + PARAMS + b"}"

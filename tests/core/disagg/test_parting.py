@@ -13,6 +13,8 @@ from gateway.core.load import HELD, REQUEST
 EXPECTED = {
     # state: (held, safe), (held, unsafe), (nothing held, safe), (nothing held, unsafe)
     State.QUEUED: (Parting.NOTHING,) * 4,
+    State.ENCODING: (Parting.CLOSE,) * 4,
+    State.PROBING: (Parting.CLOSE,) * 4,
     State.PREFILLING: (Parting.CLOSE,) * 4,
     State.HANDOFF: (Parting.RELEASE, Parting.RELEASE, Parting.NOTHING, Parting.NOTHING),
     State.DECODE_WAIT: (Parting.DETACH, Parting.DETACH, Parting.CLOSE, Parting.DETACH),

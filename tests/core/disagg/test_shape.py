@@ -180,7 +180,7 @@ def test_judge_by_the_rules() -> None:
 def test_prompt_logprobs(members: dict[str, Any], rule: str) -> None:
     """Case 9: refused, or P computes them and D is never asked to."""
     of, asked = connector("nixl", Rules(prompt_logprobs=rule)), ask(**members)
-    if rule == "merge" and not members.get("stream"):
+    if rule == "merge" and not members.keys() & {"stream", "echo"}:
         assert of.judge(asked) is None
         assert members.items() <= said(of.prefill(asked, PAIR)).items()
         assert {"prompt_logprobs", "echo"}.isdisjoint(said(of.decode(asked, PAIR, Handoff(b"{}"))))
@@ -198,6 +198,8 @@ def test_where_nothing_can_be_served_alone() -> None:
     assert said(connector("p2p_nccl").prefill(ask(tool_choice="required"), PAIR))["tool_choice"] == "auto"
     assert connector("sglang").judge(ask(COMPLETIONS, prompt=["a", "b"], n=3)) is None
     assert connector("sglang").judge(ask(prompt_logprobs=1)) is None
+    assert connector("sglang").judge(ask(b"/generate", prompt=None, text="a")) is None
+    assert connector("sglang").judge(ask(b"/v1/embeddings")) is connector("nixl").judge(ask(b"/generate")) is Bypass.PATH
     for members in ({"n": 2}, {"use_beam_search": True}):
         with pytest.raises(Refusal, match=r"disaggregation\.connector: p2p_nccl"):
             connector("p2p_nccl").judge(ask(**members))

@@ -1,0 +1,58 @@
+"""Two legs under way at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from gateway.core.backend import Backend
+from gateway.core.head import ResponseHead
+from gateway.errors import EngineRefused, Refusal
+from gateway.net.call import Call
+from gateway.net.disagg.common import LegFailed, Means
+from gateway.net.disagg.decode import decode
+from gateway.net.paired import Paired
+
+T = TypeVar("T")
+
+
+async def both(
+    means: Means, call: Call, paired: Paired, tried: list[Backend], prefilling: Coroutine[Any, Any, None]
+) -> ResponseHead:
+    """Both legs together, as neither engine gets on without the other. The first one that fails ends the other; decode's
+    first octet proves the transfer, and what prefill says then is read beside the stream, never before it."""
+    prefill: asyncio.Task[Exception | None] = means.tasks.spawn(_outcome(prefilling), "prefill leg")
+    decoding: asyncio.Task[ResponseHead | Exception] = means.tasks.spawn(
+        _outcome(decode(means, call, paired, tried)), "decode leg"
+    )
+    paired.tasks = (prefill, decoding)
+    try:
+        await asyncio.wait((prefill, decoding), return_when=asyncio.FIRST_COMPLETED)
+        if not decoding.done() and (failed := prefill.result()) is None:
+            await asyncio.wait((decoding,))
+        elif not decoding.done():
+            assert isinstance(failed, Exception)
+            raise failed
+        outcome = decoding.result()
+    finally:
+        if not decoding.done():
+            decoding.cancel()
+            call.drop()
+            await asyncio.wait((decoding,))
+    if isinstance(outcome, Exception):
+        if prefill.done() and isinstance(first := prefill.result(), Exception):
+            raise first  # decode's failure is what prefill's brought
+        raise outcome
+    if not 200 <= outcome.status < 300:
+        paired.prefill.end()
+        prefill.cancel()
+    return outcome
+
+
+async def _outcome(leg: Coroutine[Any, Any, T]) -> T | Exception:
+    """What it returns, or how it failed."""
+    try:
+        return await leg
+    except (LegFailed, Refusal, EngineRefused) as failure:
+        return failure

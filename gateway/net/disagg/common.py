@@ -1,0 +1,100 @@
+"""What the legs of a disaggregated exchange have in common: by what means they are sent, and how they fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gateway.core.admission import Admission
+from gateway.core.backend import Backend
+from gateway.core.disagg.base import HandoffMissing, TransferFailed
+from gateway.core.disagg.base import Leg as Request
+from gateway.core.exchange import Exchange, Observer
+from gateway.core.head import ResponseHead
+from gateway.core.pool import Pool
+from gateway.core.retry import Retries
+from gateway.errors import Refusal
+from gateway.net.attempts import Attempts
+from gateway.net.call import Call
+from gateway.net.fleet import Fleet
+from gateway.net.legs import Leg
+from gateway.net.paired import Paired, PairObserver
+from gateway.net.tasks import Tasks
+from gateway.net.upstream import Connection, ConnectionPool
+from gateway.net.watch import Watch
+
+AGAIN = frozenset((408, 429, 500, 502, 503, 504))  # statuses of a leg for which another attempt is made
+_THEIR_FAULT = frozenset(("upstream_connect", "upstream_reset", "upstream_malformed", "timeout_connect", "timeout_first_byte"))
+
+
+class LegFailed(Exception):
+    """One leg of an attempt did. `response`: the error that it answered with, which may be relayed; else `cause` says what.
+    `leg`: that the response is on, where it is an encoder's; whoever catches this ends it."""
+
+    def __init__(
+        self,
+        side: str,
+        backend: Backend,
+        cause: Refusal | None = None,
+        response: ResponseHead | None = None,
+        leg: Leg | None = None,
+    ):
+        super().__init__(side)
+        self.side, self.backend, self.cause, self.response, self.leg = side, backend, cause, response, leg
+
+    @property
+    def word(self) -> str:
+        return self.cause.code if self.cause is not None else f"{self.side}_status"
+
+    @property
+    def again(self) -> bool:
+        """Whether another attempt may be made."""
+        if self.response is not None:
+            return self.response.status in AGAIN
+        return self.cause is not None and self.cause.code not in ("timeout_first_byte", "overloaded")
+
+
+class Means(NamedTuple):
+    fleet: Fleet
+    admission: Admission
+    retries: Retries
+    observer: Observer
+    told: PairObserver
+    attempts: Attempts
+    watch: Watch
+    tasks: Tasks
+
+    async def connection(self, call: Call, connections: ConnectionPool, *, fresh: bool = False) -> Connection:
+        connection = None if fresh else connections.take()
+        self.observer.connection(connections.origin.name, reused=connection is not None)
+        return connection or await self.attempts.connect(call, connections, call.policy.timeouts.connect)
+
+    def blame(self, exchange: Exchange, backend: Backend, failure: Refusal) -> None:
+        """What a leg's failure says of its backend."""
+        if failure.code in ("stale_connection", "overloaded") or failure.code not in _THEIR_FAULT:
+            return
+        backend.failed(time.monotonic())
+        self.observer.failed(exchange, failure.code)
+
+
+def asked_of(backend: Backend, make: Callable[..., Request], paired: Paired, *more: object) -> Request:
+    """A leg's request. Raises Refusal where the connector lacks something about the engines."""
+    try:
+        return make(paired.asked, paired.pair, *more)
+    except LookupError as missing:
+        raise Refusal("no_backend", f"the connector cannot use this backend: {missing}", retry_after=5) from None
+
+
+def of_leg(side: str, failure: Refusal) -> Refusal:
+    """The same, naming the leg."""
+    if failure.message.startswith("the ") and side in failure.message.partition(":")[0]:
+        return failure
+    if isinstance(failure, HandoffMissing | TransferFailed):
+        return failure
+    return Refusal(failure.code, f"the {side} leg: {failure.message}", retry_after=failure.retry_after, outcome=failure.outcome)
+
+
+def nobody(side: str, pool: Pool) -> Refusal:
+    found = pool.nobody()
+    return Refusal(found.code, f"the {side} leg: {found.message}", retry_after=found.retry_after)

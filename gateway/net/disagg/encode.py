@@ -1,0 +1,110 @@
+"""Before prefill, the encoders: a leg for each image, sound and film of a conversation, all of which must be answered (EPD)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+
+from gateway.core.backend import Backend
+from gateway.core.disagg.base import Leg as Request
+from gateway.core.disagg.encoding import media
+from gateway.core.disagg.parting import State
+from gateway.core.outcome import Phase
+from gateway.errors import Refusal
+from gateway.net import body
+from gateway.net.call import Call
+from gateway.net.disagg.common import AGAIN, LegFailed, Means, nobody
+from gateway.net.disagg.prefill import sent
+from gateway.net.fetch import Page
+from gateway.net.legs import Leg, beside
+from gateway.net.paired import Paired
+
+ANSWER_MOST = 16 << 20  # octets
+
+
+async def encode(means: Means, call: Call, paired: Paired, tried: list[Backend]) -> None:
+    """Nothing, where there are no encoders, or nothing for them. Raises LegFailed, Refusal: of the first leg that failed; the
+    others are ended with it."""
+    pool, asked = means.fleet.of("encode", call), paired.asked
+    if not pool.backends or not media(asked):
+        return
+    assert paired.pair is not None
+    engines = tuple(means.fleet.engines[backend.name] for backend in pool.backends)
+    requests = list(paired.settings.connector.encode(asked, paired.pair._replace(encoders=engines)))
+    paired.become(State.ENCODING)
+    call.exchange.phase, call.exchange.connect_began = Phase.PREFILL, time.monotonic()
+    began = time.monotonic()
+    answers: list[bytes] = [b""] * len(requests)
+    waiting, before = deque(enumerate(requests)), call.others
+    running: dict[asyncio.Task[bytes | LegFailed], tuple[int, Leg]] = {}
+    try:
+        while waiting or running:
+            while waiting and (leg := _leg(means, call, tried)) is not None:
+                at, request = waiting.popleft()
+                running[means.tasks.spawn(_outcome(means, call, paired, leg, request), "encoder leg")] = at, leg
+                call.others = (*before, *(leg for _, leg in running.values()))
+            if not running:
+                raise nobody("encode", pool)
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                answer = task.result()
+                if isinstance(answer, LegFailed):
+                    if answer.leg is not None:  # its answer may be relayed: it is not ended with the others
+                        del running[task]
+                    raise answer
+                at, leg = running.pop(task)
+                answers[at] = answer
+                leg.end()
+                means.admission.wake()
+    finally:
+        for task, (_, leg) in running.items():
+            task.cancel()
+            leg.end()
+        call.others = before
+    means.told.encoded(call.exchange, paired.settings.connector.name, time.monotonic() - began)
+    paired.settings.connector.gathered(asked, answers)
+
+
+def _leg(means: Means, call: Call, tried: list[Backend]) -> Leg | None:
+    """On the encoder that has least to do; None where none has room."""
+    leg = beside(call.exchange)
+    if means.fleet.pick_of("encode", call, leg, tried) is None:
+        return None
+    assert leg.lease is not None
+    leg.exchange.backend = leg.lease.backend.name
+    return leg
+
+
+async def _outcome(means: Means, call: Call, paired: Paired, leg: Leg, request: Request) -> bytes | LegFailed:
+    """The answer, whose status is 200."""
+    assert leg.lease is not None and leg.connections is not None
+    backend, settings = leg.lease.backend, paired.settings
+    octets = paired.octets(request, leg.connections.origin, prefill=True)
+    seconds = settings.prefill_timeout or call.policy.timeouts.first_byte
+    key = "disaggregation.prefill_timeout" if settings.prefill_timeout else "timeouts.first_byte"
+    message = f"the encode leg: the backend {backend.name} gave no answer within {seconds:g} s ({key})"
+
+    async def whole() -> bytes | LegFailed:
+        assert leg.connections is not None
+        connection, response = await sent(means, call, leg, leg.connections, octets)
+        if response.status != 200:
+            if response.status in AGAIN:
+                backend.answered(response.status, time.monotonic())
+            return LegFailed("encode", backend, response=response, leg=leg)
+        page = Page(connection, response)
+        answer = await page.whole(ANSWER_MOST)
+        if page.clean:
+            connection.give_back()
+        else:
+            connection.drop()
+        leg.connection = None
+        backend.answered(200, time.monotonic())
+        return answer
+
+    try:
+        return await body.timed(call, whole(), seconds, "timeout_first_byte", message)
+    except Refusal as failure:
+        leg.drop()
+        means.blame(leg.exchange, backend, failure)
+        return LegFailed("encode", backend, failure)

@@ -1,0 +1,90 @@
+"""What is done about a leg that failed: another attempt, or what the client is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.core.backend import Backend
+from gateway.core.disagg.parting import State
+from gateway.core.head import ResponseHead
+from gateway.core.outcome import Outcome, Phase
+from gateway.core.pool import Pool
+from gateway.errors import Refusal
+from gateway.net.call import Call
+from gateway.net.disagg.common import LegFailed, Means, of_leg
+from gateway.net.disagg.decode import decode
+from gateway.net.legs import Leg
+from gateway.net.paired import Paired
+
+FALLBACK_FIELD = b"X-Gateway-Prefill: local\r\n"
+
+
+def another(means: Means, call: Call, failed: LegFailed, tried: dict[str, list[Backend]]) -> bool:
+    """Whether another attempt is made: with another prefill backend, or after decode failed with a fresh prefill."""
+    if not failed.again:
+        return False
+    tried[failed.side].append(failed.backend)
+    if failed.side != "decode" and not _others(means.fleet.of(failed.side, call), tried[failed.side]):
+        return False
+    unreached = failed.cause is not None and failed.cause.code in ("upstream_connect", "timeout_connect")
+    if failed.side == "decode" and unreached and not _others(means.fleet.of("decode", call), tried["decode"]):
+        return False
+    return means.retries.another(call.exchange.attempts)
+
+
+async def last(means: Means, call: Call, paired: Paired, failed: LegFailed) -> ResponseHead:
+    """There is no other attempt: what the client is told. Raises Refusal."""
+    response, cause = failed.response, failed.cause
+    if failed.side == "encode":
+        if response is not None and failed.leg is not None:
+            return relayed(means, call, paired, response, failed.leg)
+    elif failed.side == "prefill":
+        if paired.settings.fallback and failed.again:
+            return await _fall_back(means, call, paired, failed)
+        if response is not None:
+            return relayed(means, call, paired, response, paired.prefill)
+    elif response is not None:
+        if not paired.settings.notifies:
+            paired.give_up()
+        paired.fetched()
+        if paired.state is State.DECODE_WAIT:
+            paired.become(State.STREAMING)
+        return response
+    assert cause is not None
+    paired.give_up()
+    paired.end()
+    if cause.code in ("upstream_connect", "timeout_connect"):
+        outcome = Outcome.UPSTREAM_CONNECT if cause.code == "upstream_connect" else Outcome.TIMEOUT_CONNECT
+        raise Refusal("no_backend", f"the {failed.side} leg: {cause.message}", retry_after=1, outcome=outcome)
+    raise of_leg(failed.side, cause)
+
+
+def relayed(means: Means, call: Call, paired: Paired, response: ResponseHead, leg: Leg) -> ResponseHead:
+    """Prefill's or an encoder's error is the client's answer: its leg becomes the call's."""
+    exchange, marks = call.exchange, leg.exchange
+    if call.lease is not None:
+        call.lease.release()
+    call.become(leg)
+    paired.end()
+    exchange.backend, exchange.phase = marks.backend, Phase.WAIT
+    exchange.sent, exchange.head_received = marks.sent, marks.head_received
+    assert marks.sent is not None
+    means.watch.begin(call, marks.sent)
+    return response
+
+
+async def _fall_back(means: Means, call: Call, paired: Paired, failed: LegFailed) -> ResponseHead:
+    """Decode computes the prompt itself, as the operator allows."""
+    means.told.fell_back(failed.word)
+    paired.end()
+    paired.transferred = False
+    call.receipt = FALLBACK_FIELD
+    assert paired.pair is not None
+    try:
+        return await decode(means, call, paired, [], paired.settings.connector.alone(paired.asked, paired.pair))
+    except LegFailed as again:
+        return await last(means, call, paired, again)
+
+
+def _others(pool: Pool, tried: Sequence[Backend]) -> bool:
+    return any(backend.routable and backend not in tried for backend in pool.backends)

@@ -1,0 +1,263 @@
+"""Disaggregated prefill and decode: from a request to the head of the decode engine's answer, by two legs.
+
+    QUEUED        two backends are chosen, and leased, before anything is sent: no KV waits for a place to go to
+    PREFILLING    the prefill engine computes one token, and answers with where its KV is
+    HANDOFF       decode is sent the client's request with that
+    DECODE_WAIT   until the first octet of its body: only then is it certain that the KV has arrived, and only then something
+                  passes to the client
+    STREAMING     the relay's, as with any other exchange
+
+What goes wrong on the way is mended by another attempt where that can harm nobody, or told in the engine's own words: an error
+of an engine's is relayed as it came. Nothing is computed twice in silence: what prefill did not hand over is an error, unless
+`local_decode_fallback` says otherwise.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+from gateway.core.admission import Admission
+from gateway.core.backend import Backend
+from gateway.core.disagg.asked import Asked
+from gateway.core.disagg.base import Engine, Order, Pair
+from gateway.core.disagg.parting import State
+from gateway.core.exchange import Observer
+from gateway.core.head import RequestHead, ResponseHead
+from gateway.core.load import TOKENS_MOST
+from gateway.core.retry import Retries
+from gateway.core.routing import Route
+from gateway.errors import Refusal
+from gateway.net.attempts import Attempts
+from gateway.net.call import Call, Upload
+from gateway.net.disagg.both import both
+from gateway.net.disagg.callbacks import Callbacks
+from gateway.net.disagg.common import LegFailed, Means, nobody
+from gateway.net.disagg.decode import decode
+from gateway.net.disagg.encode import encode
+from gateway.net.disagg.mishaps import another, last
+from gateway.net.disagg.prefill import prefill
+from gateway.net.disagg.probe import probe
+from gateway.net.disagg.turns import Turns
+from gateway.net.fleet import Fleet
+from gateway.net.learning import Learning
+from gateway.net.paired import Paired, PairObserver, PairSettings
+from gateway.net.releases import Releases
+from gateway.net.tasks import Tasks
+from gateway.net.waiting import Waiting
+from gateway.net.watch import Watch
+
+_ALONE = Pair("", Engine("", "", 0), Engine("", "", 0))
+
+
+class Pairs:
+    def __init__(
+        self,
+        fleet: Fleet,
+        admission: Admission,
+        retries: Retries,
+        observer: Observer,
+        told: PairObserver,
+        attempts: Attempts,
+        watch: Watch,
+        tasks: Tasks,
+        waiting: Waiting,
+    ):
+        self._means = Means(fleet, admission, retries, observer, told, attempts, watch, tasks)
+        self._turns = Turns(fleet, admission, waiting)
+        self._learning = Learning()
+        self._callbacks = Callbacks()
+        self.called_back = self._callbacks.take
+        self.releases = Releases(tasks, told.released, told.stranded)
+
+    def closed(self, paired: Paired) -> None:
+        """Its exchange is over, however it went."""
+        meter = paired.call.exchange.meter
+        if meter is not None and meter.recomputed:
+            self._means.told.recomputed()
+        paired.part()
+
+    def or_one(self, settings: PairSettings, head: RequestHead, route: Route) -> Pairs | Attempts:
+        """Who sees to a request: two backends, or one as ever."""
+        return self if route.path in settings.paths and head.method == b"POST" and not route.loopback else self._means.attempts
+
+    async def response(self, call: Call, head: RequestHead, route: Route, upload: Upload) -> ResponseHead:
+        """As `Attempts.response`, whose part it takes. Raises Refusal."""
+        settings = call.policy.pairs
+        assert settings is not None
+        fleet = self._means.fleet
+        while not self._can_serve(call) and call.aim is not None and call.aim.go_on(call):
+            pass  # an alias' next model
+        asked = Asked(route.path, upload.held)
+        bypass = self._bypass(call, asked, settings)
+        if bypass is not None:
+            self._means.told.bypassed(bypass)
+            fleet.pick_whole(call)
+            if fleet.of("encode", call).backends and (refused := await self._encoded(call, asked, settings)) is not None:
+                return refused
+            octets = settings.connector.alone(asked, _ALONE).body
+            return await self._means.attempts.response(call, head, route, Upload(octets, len(octets)))
+        if call.lease is not None:  # of the queue's, which knows of no legs
+            call.lease.release()
+            call.lease = None
+        self._means.retries.request()
+        tried: dict[str, list[Backend]] = {"encode": [], "prefill": [], "decode": []}
+        while True:
+            paired = await self._taken(call, head, asked, settings, tried)
+            call.exchange.attempts += 1
+            try:
+                await encode(self._means, call, paired, tried["encode"])
+                return await self._attempt(call, paired, tried["decode"])
+            except LegFailed as failed:
+                if not another(self._means, call, failed, tried):
+                    return await last(self._means, call, paired, failed)
+                self._means.observer.retried(call.exchange, failed.word)
+                if paired.pair is not None:
+                    self._learning.forget(paired.pair.prefill)
+                if failed.leg is not None:
+                    failed.leg.end()
+                self._end(call, paired)
+
+    async def _attempt(self, call: Call, paired: Paired, tried: list[Backend]) -> ResponseHead:
+        """Raises LegFailed, Refusal, EngineRefused."""
+        means, connector = self._means, paired.settings.connector
+        if connector.learns:
+            await self._learn(call, paired)
+        if connector.order is Order.CONCURRENT:
+            return await both(means, call, paired, tried, prefill(means, call, paired))
+        if connector.order is Order.DECODE_FIRST:
+            return await both(means, call, paired, tried, self._callbacks.prefill(means, call, paired))
+        if connector.order is Order.SIDECAR:
+            return await self._aside(call, paired, tried)
+        if connector.order is Order.PROBE and (response := await probe(means, call, paired, tried)) is not None:
+            return response
+        await prefill(means, call, paired)
+        return await decode(means, call, paired, tried)
+
+    async def _encoded(self, call: Call, asked: Asked, settings: PairSettings) -> ResponseHead | None:
+        """The encoders' stage before one backend that does all else. Their refusal, if that is what the client gets."""
+        tried: dict[str, list[Backend]] = {"encode": []}
+        while True:
+            call.exchange.attempts += 1
+            call.paired = paired = Paired(call, asked, settings, self.releases, 0)
+            paired.pair = _ALONE._replace(attempt=f"{random.getrandbits(128):032x}")
+            try:
+                await encode(self._means, call, paired, tried["encode"])
+            except LegFailed as failed:
+                if not another(self._means, call, failed, tried):
+                    return await last(self._means, call, paired, failed)
+                if failed.leg is not None:
+                    failed.leg.end()
+                self._means.observer.retried(call.exchange, failed.word)
+                paired.end()
+                continue
+            paired.end()
+            call.paired = None
+            call.exchange.attempts = 0  # of the one that follows
+            return None
+
+    def gone(self, paired: Paired) -> None:
+        """Its client has left."""
+        if paired.state is not State.DONE:
+            self._means.told.parted(paired.state.value)
+            paired.part()
+
+    def _can_serve(self, call: Call) -> bool:
+        fleet = self._means.fleet
+        return fleet.serves_whole(call) or all(fleet.of(role, call).routable for role in ("prefill", "decode"))
+
+    def _bypass(self, call: Call, asked: Asked, settings: PairSettings) -> str | None:
+        """Why one backend is to serve it alone. Raises Refusal."""
+        bypass = settings.connector.judge(asked)
+        if bypass is not None:
+            return bypass.value
+        if settings.connector.serves_alone and len(asked.body.octets) < settings.min_prompt_bytes:
+            return "short"
+        fleet = self._means.fleet
+        if not all(fleet.of(role, call).routable for role in ("prefill", "decode")) and fleet.serves_whole(call):
+            return "no_pair"
+        return None
+
+    # QUEUED -----------------------------------------------------------------------------------------------------------
+
+    async def _taken(
+        self, call: Call, head: RequestHead, asked: Asked, settings: PairSettings, tried: dict[str, list[Backend]]
+    ) -> Paired:
+        """As `_begin`; the first time, when there is room for it. Raises Refusal."""
+        taken: list[Paired | Refusal] = []
+
+        def take() -> None:
+            try:
+                taken.append(self._begin(call, asked, settings, tried))
+            except Refusal as refusal:
+                taken.append(refusal)
+
+        if any(tried.values()) or not await self._turns.wait(call, head, take):
+            return self._begin(call, asked, settings, tried)
+        call.exchange.selected = time.monotonic()
+        (found,) = taken
+        if isinstance(found, Refusal):
+            raise found
+        return found
+
+    def _begin(self, call: Call, asked: Asked, settings: PairSettings, tried: dict[str, list[Backend]]) -> Paired:
+        """An attempt with both of its backends leased. Raises Refusal."""
+        fleet, exchange, tokens = self._means.fleet, call.exchange, min(asked.tokens, TOKENS_MOST)
+        paired = Paired(call, asked, settings, self.releases, tokens)
+        prefill = fleet.pick_of("prefill", call, paired.prefill, tried["prefill"], tokens)
+        if prefill is None:
+            raise nobody("prefill", fleet.of("prefill", call))
+        # another decode backend than the one that failed, if there is one: it may be that it did by this very pair
+        decode = fleet.pick_of("decode", call, call, tried["decode"]) or fleet.pick_of("decode", call, call)
+        if decode is None:
+            paired.end()
+            raise nobody("decode", fleet.of("decode", call))
+        call.paired, call.others = paired, (paired.prefill,)
+        exchange.backend, exchange.prefill_backend = decode.backend.name, prefill.backend.name
+        paired.prefill.exchange.backend = prefill.backend.name
+        engines = fleet.engines
+        one, other = engines[prefill.backend.name], engines[decode.backend.name]
+        ranks = min(one.dp_size, other.dp_size)
+        rank = random.randrange(ranks) if settings.connector.ranked and ranks > 1 else 0
+        paired.pair = Pair(
+            f"{random.getrandbits(128):032x}",
+            one,
+            other,
+            room=random.getrandbits(63),
+            rank=rank,
+            callback=settings.callback,
+            conversation=paired.conversation,
+            now=time.monotonic(),
+        )
+        return paired
+
+    def _end(self, call: Call, paired: Paired) -> None:
+        """Of an attempt that failed."""
+        paired.give_up()
+        paired.end()
+        call.let_go()
+        lease, call.lease = call.lease, None
+        if lease is not None:
+            lease.release()
+        self._means.admission.wake()
+
+    async def _learn(self, call: Call, paired: Paired) -> None:
+        pair, lease = paired.pair, paired.prefill.lease
+        assert pair is not None and lease is not None
+        try:
+            engine = await self._learning.of(call, paired.settings.connector, pair.prefill)
+        except Refusal as failure:
+            self._means.blame(paired.prefill.exchange, lease.backend, failure)
+            raise LegFailed("prefill", lease.backend, failure) from None
+        paired.pair = pair._replace(prefill=engine, rank=random.choice(list(engine.engine_ids)))
+
+    async def _aside(self, call: Call, paired: Paired, tried: list[Backend]) -> ResponseHead:
+        """One leg: the sidecar before decode asks prefill, which is leased until decode has begun."""
+        assert paired.pair is not None
+        paired.become(State.PREFILLING)
+        request = paired.settings.connector.decode(paired.asked, paired.pair)
+        paired.become(State.DECODE_WAIT)
+        try:
+            return await decode(self._means, call, paired, tried, request)
+        finally:
+            paired.prefill.end()

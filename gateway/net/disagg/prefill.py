@@ -1,0 +1,103 @@
+"""The prefill leg: one token is asked for, and the answer says where its KV is."""
+
+from __future__ import annotations
+
+import time
+
+from gateway.core.disagg.base import Connector, Order
+from gateway.core.disagg.base import Leg as Request
+from gateway.core.disagg.parting import State
+from gateway.core.head import ResponseHead
+from gateway.core.outcome import Phase
+from gateway.errors import Refusal, UpstreamFailed
+from gateway.net import body
+from gateway.net.call import Call
+from gateway.net.disagg.common import AGAIN, LegFailed, Means, asked_of
+from gateway.net.fetch import Page
+from gateway.net.legs import Leg
+from gateway.net.paired import Paired
+from gateway.net.upstream import Connection, ConnectionPool
+
+ANSWER_MOST = 64 << 20  # octets of prefill's answer: with prompt_logprobs it is large
+
+
+async def prefill(means: Means, call: Call, paired: Paired, given: bytes = b"") -> None:
+    leg, exchange, settings = paired.prefill, call.exchange, paired.settings
+    assert leg.lease is not None and leg.connections is not None and paired.pair is not None
+    backend, connector = leg.lease.backend, settings.connector
+    if paired.state in (State.QUEUED, State.ENCODING, State.PROBING):
+        paired.become(State.PREFILLING)
+        exchange.phase, exchange.connect_began = Phase.PREFILL, time.monotonic()
+    request = asked_of(backend, connector.prefill, paired, given)
+    seconds = settings.prefill_timeout or call.policy.timeouts.first_byte
+    key = "disaggregation.prefill_timeout" if settings.prefill_timeout else "timeouts.first_byte"
+    try:
+        response = await body.timed(
+            call,
+            _ask(means, call, paired, request, leg.connections),
+            seconds,
+            "timeout_first_byte",
+            f"the prefill leg: the backend {backend.name} gave no answer within {seconds:g} s ({key})",
+        )
+    except Refusal as failure:
+        leg.drop()
+        means.blame(leg.exchange, backend, failure)
+        raise LegFailed("prefill", backend, failure) from None
+    if response is not None:
+        if response.status in AGAIN:
+            backend.answered(response.status, time.monotonic())
+        raise LegFailed("prefill", backend, response=response)
+
+
+async def _ask(means: Means, call: Call, paired: Paired, request: Request, connections: ConnectionPool) -> ResponseHead | None:
+    """None: its answer has been taken. Else the head of an error, whose body is still to come. Raises Refusal."""
+    leg, settings = paired.prefill, paired.settings
+    assert leg.lease is not None and paired.pair is not None
+    octets = paired.octets(request, connections.origin, prefill=True)
+    connection, response = await sent(means, call, leg, connections, octets)
+    if response.status != 200:
+        return response
+    page = Page(connection, response)
+    answer = await page.whole(ANSWER_MOST)
+    paired.answered = time.monotonic()
+    if page.clean:
+        connection.give_back()
+    else:
+        connection.drop()
+    leg.connection = None
+    backend = leg.lease.backend
+    backend.answered(200, paired.answered)
+    assert leg.exchange.sent is not None
+    means.told.prefilled(call.exchange, settings.connector.name, paired.answered - leg.exchange.sent)
+    serial = settings.connector.order in (Order.SERIAL, Order.PROBE)
+    if serial:
+        paired.handoff = paired.said = settings.connector.accept(paired.asked, paired.pair, answer)
+    elif paired.edits:
+        paired.said = Connector.accept(settings.connector, paired.asked, paired.pair, answer)
+    if settings.hold and paired.state in (State.PREFILLING, State.DECODE_WAIT):
+        paired.holding = backend.hold(paired.tokens)
+    if serial:
+        paired.become(State.HANDOFF)
+    leg.end()
+    call.others = ()
+    means.admission.wake()
+    return None
+
+
+async def sent(
+    means: Means, call: Call, leg: Leg, connections: ConnectionPool, octets: bytes
+) -> tuple[Connection, ResponseHead]:
+    """A request that may be sent twice: on a kept connection, and if that proves stale on a fresh one. Raises Refusal."""
+    marks, fresh = leg.exchange, False
+    while True:
+        connection = leg.connection = await means.connection(call, connections, fresh=fresh)
+        marks.sent = marks.connected = call.exchange.connected = time.monotonic()
+        try:
+            response = await connection.send(octets, b"POST")
+        except UpstreamFailed as failure:
+            if fresh or failure.code != "stale_connection":
+                raise
+            fresh = True
+            continue
+        marks.head_received = time.monotonic()
+        return connection, response

@@ -1,0 +1,54 @@
+"""Whose prefill or decode backends are all at their max_in_flight waits for them, in a line of its model's own.
+
+Which requests need a pair of them is known only once their body has been looked at: by then a request has had its turn in the
+common queue. So it gives its slot back, and waits again, among those that need the same; whoever is served by one backend
+alone is not held up by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.core.admission import Admission, Line
+from gateway.core.head import RequestHead
+from gateway.net.call import Call
+from gateway.net.fleet import Fleet
+from gateway.net.waiting import Waiting
+
+ROLES = ("prefill", "decode")
+
+
+class _Room:
+    """Where a line leads to: a backend of each role (`core.admission.Room`)."""
+
+    def __init__(self, fleet: Fleet, call: Call):
+        self._fleet, self._name = fleet, fleet.model_of(call)
+
+    @property
+    def has_room(self) -> bool:
+        """Or nobody can be reached: then waiting is in vain."""
+        return all(self._fleet.of_model(role, self._name).has_room for role in ROLES)
+
+
+class Turns:
+    def __init__(self, fleet: Fleet, admission: Admission, waiting: Waiting):
+        self._fleet, self._admission, self._waiting = fleet, admission, waiting
+        self._lines: dict[str | None, Line] = {}  # of the models for which somebody has had to wait
+
+    async def wait(self, call: Call, head: RequestHead, take: Callable[[], None]) -> bool:
+        """Whether it had to wait; if so `take` has been called in the step in which its turn came. Raises Refusal."""
+        fleet = self._fleet
+        name = fleet.model_of(call)
+        line = self._lines.get(name)
+        if (line is None or not line.waiting) and all(fleet.of_model(role, name).has_room for role in ROLES):
+            return False
+        if line is None:
+            self._lines = {known: other for known, other in self._lines.items() if other.waiting}
+            line = self._lines[name] = Line(_Room(fleet, call), name)
+        way, slot = call.way, call.slot
+        assert way is not None and slot is not None
+        line.quotas = way.quotas
+        call.slot = None
+        self._admission.release(slot)
+        await self._waiting.stand(call, head, line, way.rank, take)
+        return True
