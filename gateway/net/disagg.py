@@ -45,17 +45,15 @@ from gateway.net.fetch import Page
 from gateway.net.fleet import Fleet
 from gateway.net.hold import Hold
 from gateway.net.learning import Learning
-from gateway.net.legs import Leg
 from gateway.net.opening import Opening
 from gateway.net.paired import Paired, PairObserver, PairSettings
-from gateway.net.releases import Releases
+from gateway.net.releases import PREFILL_MOST, Releases
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import Connection, ConnectionPool
 from gateway.net.watch import Watch
 
 T = TypeVar("T")
 
-ANSWER_MOST = 64 << 20  # octets of prefill's answer: with prompt_logprobs it is large
 _ALONE = Pair("", Engine("", "", 0), Engine("", "", 0))
 _AGAIN = frozenset((408, 429, 500, 502, 503, 504))  # statuses of a leg for which another attempt is made
 FALLBACK_FIELD = b"X-Gateway-Prefill: local\r\n"
@@ -238,7 +236,7 @@ class Pairs:
                 raise first  # decode's failure is what prefill's brought
             raise outcome
         if not 200 <= outcome.status < 300:
-            paired.prefill.end()
+            paired.end_prefill()
             prefill.cancel()
         return outcome
 
@@ -304,7 +302,7 @@ class Pairs:
                 f"the prefill leg: the backend {backend.name} gave no answer within {seconds:g} s ({key})",
             )
         except Refusal as failure:
-            leg.drop()
+            paired.end_prefill()
             self._blame(leg.exchange, backend, failure)
             raise _LegFailed("prefill", backend, failure) from None
         if response is not None:
@@ -319,11 +317,11 @@ class Pairs:
         leg, settings = paired.prefill, paired.settings
         assert leg.lease is not None and paired.pair is not None
         octets = paired.octets(request, connections.origin, prefill=True)
-        connection, response = await self._sent(call, leg, connections, octets)
+        connection, response = await self._sent(call, paired, connections, octets)
         if response.status != 200:
             return response
-        page = Page(connection, response)
-        answer = await page.whole(ANSWER_MOST)
+        page = paired.page = Page(connection, response)
+        answer = await page.whole(PREFILL_MOST)
         paired.answered = time.monotonic()
         if page.clean:
             connection.give_back()
@@ -345,14 +343,19 @@ class Pairs:
         call.others = ()
         return None
 
-    async def _sent(self, call: Call, leg: Leg, connections: ConnectionPool, octets: bytes) -> tuple[Connection, ResponseHead]:
-        """A request that may be sent twice: on a kept connection, and if that proves stale on a fresh one. Raises Refusal."""
-        marks, fresh = leg.exchange, False
+    async def _sent(
+        self, call: Call, paired: Paired, connections: ConnectionPool, octets: bytes
+    ) -> tuple[Connection, ResponseHead]:
+        """Prefill's, that may be sent twice: on a kept connection, and if that proves stale on a fresh one. Raises Refusal."""
+        leg, fresh = paired.prefill, False
+        marks = leg.exchange
         while True:
             connection = leg.connection = await self._connection(call, connections, fresh=fresh)
             marks.sent = marks.connected = call.exchange.connected = time.monotonic()
             try:
-                response = await connection.send(octets, b"POST")
+                reply = paired.reply = connection.send(octets, b"POST")
+                reply.add_done_callback(_heard)
+                response = await asyncio.shield(reply)
             except UpstreamFailed as failure:
                 if fresh or failure.code != "stale_connection":
                     raise
