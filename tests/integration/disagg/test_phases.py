@@ -1,0 +1,84 @@
+"""The client leaves at random moments within each phase of a disaggregated exchange: acceptance cases 31 to 36 with I1 to I4.
+
+Six moments for each phase and connector; TOKENPIPE_OFFSETS=50 for as many as the acceptance asks for. Leases are the
+connectors' own, 30 s and more: nothing that is left behind goes away while the test looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.integration.disagg.test_connectors import NAMES, STORES, options, request
+from tests.support import script as s
+from tests.support.disagg import BODIES, PATHS, Engines, Start, mocks, undisturbed
+from tests.support.gateway import Gateway, until
+from tests.support.messages import HttpWire, Message
+from tests.support.pairs import OUTPUT, at_rest, config, engines, prefill
+from tests.support.tls import Certificates
+
+OFFSETS = int(os.environ.get("TOKENPIPE_OFFSETS", "6"))
+TOGETHER = 10  # clients at once
+
+# engines that keep what nobody fetches for as long as they like, as no proxy can have it freed
+KEEPING = ("p2p_nccl", "offloading_p2p", "moriio_write", *STORES)
+
+# knobs of prefill and of decode that make this phase last 80 ms, and the span of the moments; both ends are in it
+PHASES = {
+    "prefill": ({"ttft": 0.08}, {"ttft": 0}, (0.0, 0.11)),
+    "prefill_answers": ({"ttft": 0.08}, {"ttft": 0}, (0.075, 0.095)),
+    "wait": ({"ttft": 0}, {"ttft": 0.08}, (0.0, 0.11)),
+    "stream": ({"ttft": 0}, {"ttft": 0, "itl": 0.005}, (0.0, 0.11)),
+}
+
+
+async def no_connections(gateway: Gateway, engines: Engines) -> None:
+    """I3: when those that are idle have been closed (pool.idle) there is none left, as both sides see it."""
+    async with asyncio.timeout(5):
+        while await gateway.metric("tokenpipe_upstream_connections"):
+            await asyncio.sleep(0.05)
+    for mock in engines.all:
+        assert mock.running == mock.waiting == 0
+
+
+@pytest.mark.seconds(120)
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", NAMES)
+async def test_leaving_within(start_gateway: Start, name: str, phase: str, tmp_path: Path) -> None:
+    """31, 32, 34, 35: streaming and not."""
+    ours, theirs, span = PHASES[phase]
+    chance = random.Random(f"{name} {phase}")
+    async with mocks(name, **options(name, tmp_path)) as engines:
+        gateway = await start_gateway(config=engines.config(pool={"idle": 0.3}))
+        await engines.turn(engines.prefills, itl=0, **ours)
+        await engines.turn(engines.decodes, **theirs)
+        if name in KEEPING:
+            await engines.turn(engines.all, lease=2)
+        complete = 0
+
+        async def one(number: int) -> None:
+            nonlocal complete
+            client = await gateway.connect()
+            await client.send(request(PATHS["chat"], BODIES["chat"], stream=phase == "stream" or number % 2 == 0))
+            if phase == "stream":
+                await client.receive_until(b'"role"')
+            await asyncio.sleep(chance.uniform(*span))
+            client.reset()
+
+        for first in range(0, OFFSETS, TOGETHER):
+            await asyncio.gather(*(one(number) for number in range(first, min(first + TOGETHER, OFFSETS))))
+        await engines.at_rest(gateway)
+        gone = len(await gateway.logged(0, outcome="client_gone"))
+        samples = await gateway.metrics()
+        aborts = {labels["phase"]: v for n, labels, v in samples if n == "tokenpipe_pd_aborts_total"}
+        assert sum(aborts.values()) <= gone <= OFFSETS
+        await no_connections(gateway, engines)
+        await engines.turn(engines.all, ttft=0, itl=0)
+        body = {**BODIES["chat"], "stream": True, "seed": 9}
+        assert (await gateway.ask(request(PATHS["chat"], body))).text() == await undisturbed(PATHS["chat"], body)
+        await engines.at_rest(gateway)
+        assert await engines.counted("recomputed") == 0 or name in STORES
