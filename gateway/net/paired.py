@@ -43,7 +43,7 @@ class PairSettings(NamedTuple):
     release_timeout: float = 30.0
     release_cap: int = 4
     admission_grace: float = 5.0
-    prefill_grace: float = 0.25
+    prefill_grace: float = 0.0
     abort_unsafe: bool = False
     fallback: bool = False
     callback: str = ""
@@ -179,7 +179,7 @@ class Paired:
         so what it has written is heard. May be called again."""
         call, settings, leg, reply = self.call, self.settings, self.prefill, self.reply
         connection, lease, pair = leg.connection, leg.lease, self.pair
-        if not (settings.hold and settings.prefill_grace) or connection is None or lease is None or reply is None:
+        if not settings.hold or connection is None or lease is None or reply is None:
             leg.end()
             return
         assert pair is not None

@@ -27,6 +27,7 @@ from gateway.net.opening import Opening
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import Connection, ConnectionPool
 
+HEARD = 0.25  # seconds for what an engine has written before it was told to stop
 ANSWER_MOST = 1 << 20  # octets of the answer to a release leg, which is thrown away
 PREFILL_MOST = 64 << 20  # octets of prefill's answer: with prompt_logprobs it is large
 
@@ -69,7 +70,7 @@ class Ended(NamedTuple):
     connection: Connection
     head: asyncio.Future[ResponseHead]
     page: Page | None  # of its body, where its head has come
-    seconds: float
+    grace: float  # seconds that it may take to answer, before it is told to stop
     holds: Callable[[bytes], Released]  # what it holds, by its answer
 
 
@@ -147,16 +148,17 @@ class Releases:
             work.lease.release()
 
     def hear(self, work: Ended) -> None:
-        """Tell a prefill engine to stop, and hear whether it had answered already."""
-        if work.connection.finish():
-            self.busy += 1
-            self._tasks.start(self._hear(work), "ended prefill leg")
-        else:
+        """Tell a prefill engine to stop, at once or after some grace, and hear whether it had answered by then."""
+        if not work.grace and not work.connection.finish():
             work.leg.end()
+            return
+        self.busy += 1
+        self._tasks.start(self._hear(work), "ended prefill leg")
 
     async def _hear(self, work: Ended) -> None:
+        told = asyncio.get_running_loop().call_later(work.grace, work.connection.finish) if work.grace else None
         try:
-            async with asyncio.timeout(work.seconds):
+            async with asyncio.timeout(work.grace + HEARD):
                 head = await work.head
                 if head.status == 200:
                     page = work.page or Page(work.connection, head)
@@ -164,6 +166,8 @@ class Releases:
         except (TimeoutError, Refusal):
             pass  # it has stopped, as it was told
         finally:
+            if told is not None:
+                told.cancel()
             self.busy -= 1
             work.leg.end()
 

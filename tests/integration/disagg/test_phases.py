@@ -14,12 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.disagg.test_connectors import NAMES, STORES, options, request
-from tests.support import script as s
 from tests.support.disagg import BODIES, PATHS, Engines, Start, mocks, undisturbed
-from tests.support.gateway import Gateway, until
-from tests.support.messages import HttpWire, Message
-from tests.support.pairs import OUTPUT, at_rest, config, engines, prefill
-from tests.support.tls import Certificates
+from tests.support.gateway import Gateway
 
 OFFSETS = int(os.environ.get("TOKENPIPE_OFFSETS", "6"))
 TOGETHER = 10  # clients at once
@@ -29,8 +25,8 @@ KEEPING = ("p2p_nccl", "offloading_p2p", "moriio_write", *STORES)
 
 # knobs of prefill and of decode that make this phase last 80 ms, and the span of the moments; both ends are in it
 PHASES = {
-    "prefill": ({"ttft": 0.08}, {"ttft": 0}, (0.0, 0.11)),
-    "prefill_answers": ({"ttft": 0.08}, {"ttft": 0}, (0.075, 0.095)),
+    "prefill": ({"ttft": 60}, {"ttft": 0}, (0.0, 0.11)),
+    "prefill_answers": ({"ttft": 0.08}, {"ttft": 0}, (0.07, 0.1)),
     "wait": ({"ttft": 0}, {"ttft": 0.08}, (0.0, 0.11)),
     "stream": ({"ttft": 0}, {"ttft": 0, "itl": 0.005}, (0.0, 0.11)),
 }
@@ -52,8 +48,10 @@ async def test_leaving_within(start_gateway: Start, name: str, phase: str, tmp_p
     """31, 32, 34, 35: streaming and not."""
     ours, theirs, span = PHASES[phase]
     chance = random.Random(f"{name} {phase}")
+    # an engine that has finished and is told to stop before it has written its answer keeps KV that nobody can know of
+    more = {"prefill_grace": 2} if phase == "prefill_answers" else {}
     async with mocks(name, **options(name, tmp_path)) as engines:
-        gateway = await start_gateway(config=engines.config(pool={"idle": 0.3}))
+        gateway = await start_gateway(config=engines.config(pool={"idle": 0.3}, **more))
         await engines.turn(engines.prefills, itl=0, **ours)
         await engines.turn(engines.decodes, **theirs)
         if name in KEEPING:
@@ -72,7 +70,7 @@ async def test_leaving_within(start_gateway: Start, name: str, phase: str, tmp_p
         for first in range(0, OFFSETS, TOGETHER):
             await asyncio.gather(*(one(number) for number in range(first, min(first + TOGETHER, OFFSETS))))
         await engines.at_rest(gateway)
-        gone = len(await gateway.logged(0, outcome="client_gone"))
+        gone = len(gateway.access_log(outcome="client_gone"))
         samples = await gateway.metrics()
         aborts = {labels["phase"]: v for n, labels, v in samples if n == "tokenpipe_pd_aborts_total"}
         assert sum(aborts.values()) <= gone <= OFFSETS
