@@ -93,7 +93,7 @@ async def pair(start_gateway: Callable[..., Awaitable[Gateway]]) -> AsyncIterato
     place = "127.0.0.1:0"
     # An engine that has finished and is told to stop before it has written its answer keeps what nobody knows of: on two busy
     # cores there is much time for that. Nor shows it when decode has fetched for an answer in one piece: here that takes long.
-    disaggregation = {"connector": "nixl", "admission_grace": 20, "prefill_grace": 20}
+    disaggregation = {"connector": "nixl", "admission_grace": 20, "prefill_grace": 20, "release_cap": 16}
     config = {"listen": place, "admin": {"listen": place}, "health": {"interval": 60}, "backends": listed}
     found = Pair(prefill, decode, await start_gateway(config=json.dumps({**config, "disaggregation": disaggregation})))
     await found.at_rest()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import time
@@ -101,7 +102,7 @@ async def test_37_a_client_that_does_not_read(start_gateway: Start) -> None:
 
 
 FRAMES = (
-    ": a comment\r\n\r\n".encode()
+    b": a comment\r\n\r\n"
     + s.delta("日本語 é 🎉")
     + s.delta("a").replace(b"\n\n", b"\r\n\r\n")
     + s.delta("b") + s.delta("c")
@@ -128,7 +129,7 @@ async def test_38_cut_at_every_offset(start_gateway: Start) -> None:
         d.script = decode(ledger, cut)
         gateway = await start_gateway(config=config([p], [d]))
         client = await gateway.connect()
-        for offset in range(0, len(FRAMES), 3):  # noqa: B007  # the script reads it
+        for offset in range(0, len(FRAMES), 3):  # which the script reads
             answer = await client.ask()
             assert answer.complete and hashlib.sha256(answer.body).hexdigest() == wanted, offset
         client.fin()
@@ -274,10 +275,8 @@ async def test_64_a_stop_with_all_under_way(start_gateway: Start) -> None:
         gateway.signal(15)
         await until(lambda: "drain" in gateway.stderr() or "stop" in gateway.stderr(), "the beginning of the stop")
         refused: Message | None = None
-        try:
+        with contextlib.suppress(OSError, EOFError, AssertionError):
             refused = await kept.ask()
-        except (OSError, EOFError, AssertionError):
-            pass
         assert refused is None or refused.status == 503
         assert gateway.process.poll() is None
         go_on.set()

@@ -14,8 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.integration.disagg.test_connectors import NAMES, STORES, options, request
+from tests.integration.test_disagg_aborts import shy
+from tests.support import pairs
+from tests.support import script as s
 from tests.support.disagg import BODIES, PATHS, Engines, Start, mocks, undisturbed
-from tests.support.gateway import Gateway
+from tests.support.gateway import Gateway, until
+from tests.support.tls import Certificates
 
 OFFSETS = int(os.environ.get("TOKENPIPE_OFFSETS", "6"))
 TOGETHER = 10  # clients at once
@@ -80,3 +84,25 @@ async def test_leaving_within(start_gateway: Start, name: str, phase: str, tmp_p
         assert (await gateway.ask(request(PATHS["chat"], body))).text() == await undisturbed(PATHS["chat"], body)
         await engines.at_rest(gateway)
         assert await engines.counted("recomputed") == 0 or name in STORES
+
+
+@pytest.mark.seconds(60)
+async def test_leaving_within_the_handoff(start_gateway: Start, certificates: Certificates) -> None:
+    """36 at random moments: some before decode takes a connection, some as it does, some behind that."""
+    chance = random.Random(3)
+    async with pairs.engines() as ((p,), (d,), ledger), shy(certificates, p, d) as (text, go_on):
+        gateway = await start_gateway(config=text, ready=False)
+        clients = [await gateway.connect() for _ in range(4 * OFFSETS)]
+        for client in clients:
+            await client.send(s.post())
+        await until(lambda: ledger.ever == len(clients), "the prefills")
+        asyncio.get_running_loop().call_later(0.1, go_on)
+
+        async def leaves(number: int) -> None:
+            await asyncio.sleep(chance.uniform(0, 0.3))
+            clients[number].reset()
+
+        await asyncio.gather(*map(leaves, range(len(clients))))
+        await pairs.at_rest(gateway, ledger, p, d)
+        assert len(ledger.held) <= await gateway.metric("tokenpipe_pd_stranded_total", connector="nixl")
+        assert (await gateway.ask()).body == b"".join(pairs.OUTPUT)
