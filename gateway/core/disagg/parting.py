@@ -3,7 +3,7 @@
     state          what there is                                  the client leaves, or the gateway gives up
     QUEUED         two leases                                     nothing to be told to anybody
     PREFILLING     P computes; both legs run, where they do so    close: an engine that loses its client aborts
-                   at once
+                   at once                                        What P has answered by then is heard (net.releases)
     HANDOFF        P has answered, and holds KV for D             release: D fetches it, for nobody, so that P frees it
     DECODE_WAIT    D has the request, no octet of its answer yet  detach: D may not have fetched yet. Its leg goes on to the
                                                                   first octet, and is closed then
