@@ -254,7 +254,6 @@ async def test_at_any_moment(start_gateway: Start, stream: bool) -> None:
         await at_rest(gateway, ledger, *ps, *ds)
         assert (await gateway.ask()).body == b"".join(OUTPUT)
         await fetched(ledger, 1)
-        assert ledger.unseen <= 5
         assert await gateway.metric("tokenpipe_pd_stranded_total") == 0
 
 
