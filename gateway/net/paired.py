@@ -191,7 +191,9 @@ class Paired:
 
         def holds(answer: bytes) -> Released:
             handoff = connector.accept(self.asked, pair, answer) if connector.order is Order.SERIAL else Handoff()
-            return self._held(handoff, prefill.hold(self.tokens), time.monotonic(), decode, connections)
+            held = self._held(handoff, prefill.hold(self.tokens), time.monotonic(), decode, connections)
+            # where decode was under way it may have fetched before it was closed: a release would wait for what is gone
+            return held._replace(seconds=min(held.seconds, settings.admission_grace)) if self.sent else held
 
         self._releases.hear(Ended(leg, connection, reply, self.page, settings.prefill_grace, holds))
 

@@ -23,6 +23,7 @@ from tests.support.tls import Certificates
 
 OFFSETS = int(os.environ.get("TOKENPIPE_OFFSETS", "6"))
 TOGETHER = 10  # clients at once
+QUICK = {"admission_grace": 1.0}  # for what may have been fetched already: seconds
 
 # engines that keep what nobody fetches for as long as they like, as no proxy can have it freed
 KEEPING = ("p2p_nccl", "offloading_p2p", "moriio_write", *STORES)
@@ -68,7 +69,7 @@ async def test_leaving_within(start_gateway: Start, name: str, tmp_path: Path) -
     async with mocks(name, **options(name, tmp_path)) as engines:
         # an engine that has finished and is told to stop before it has written its answer keeps KV that nobody can know of
         for grace, phases in ((0, ("prefill", "wait", "stream")), (2, ("prefill_answers",))):
-            gateway = await start_gateway(config=engines.config(pool={"idle": 0.3}, prefill_grace=grace))
+            gateway = await start_gateway(config=engines.config(pool={"idle": 0.3}, prefill_grace=grace, release_cap=64, **QUICK))
             if name in KEEPING:
                 await engines.turn(engines.all, lease=1)
             for phase in phases:
