@@ -10,6 +10,7 @@ import asyncio
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,8 @@ from tests.support.tls import Certificates
 
 OFFSETS = int(os.environ.get("TOKENPIPE_OFFSETS", "6"))
 TOGETHER = 10  # clients at once
-QUICK = {"admission_grace": 1.0}  # for what may have been fetched already: seconds
+# no release is refused, those for what may have been fetched already end soon, and so do idle connections
+QUICK: dict[str, Any] = {"release_cap": 64, "admission_grace": 1.0, "pool": {"idle": 0.3}}
 
 # engines that keep what nobody fetches for as long as they like, as no proxy can have it freed
 KEEPING = ("p2p_nccl", "offloading_p2p", "moriio_write", *STORES)
@@ -69,7 +71,7 @@ async def test_leaving_within(start_gateway: Start, name: str, tmp_path: Path) -
     async with mocks(name, **options(name, tmp_path)) as engines:
         # an engine that has finished and is told to stop before it has written its answer keeps KV that nobody can know of
         for grace, phases in ((0, ("prefill", "wait", "stream")), (2, ("prefill_answers",))):
-            gateway = await start_gateway(config=engines.config(pool={"idle": 0.3}, prefill_grace=grace, release_cap=64, **QUICK))
+            gateway = await start_gateway(config=engines.config(prefill_grace=grace, **QUICK))
             if name in KEEPING:
                 await engines.turn(engines.all, lease=1)
             for phase in phases:
