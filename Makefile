@@ -69,13 +69,17 @@ soak: .venv/test.stamp ## 100,000 streams with every ending mixed in, minutes lo
 memory: .venv/test.stamp ## memory at 100 streams, and for each of 1,000 clients that stop reading
 	@exec $(RUN) -m tests.bench.memory $(ARGS)
 
-test-vllm: $(if $(VLLM_URL),.venv/vllm.stamp) ## the tests against a running vLLM; VLLM_URL=http://127.0.0.1:18000
-ifeq ($(VLLM_URL),)
+VLLM := $(or $(VLLM_URL),$(and $(VLLM_PREFILL_URL),$(VLLM_DECODE_URL)))
+test-vllm: $(if $(VLLM),.venv/vllm.stamp) ## the tests against a running vLLM; VLLM_URL=http://127.0.0.1:18000
+ifeq ($(VLLM),)
 	@echo 'make test-vllm: VLLM_URL is not set. One on the CPU, ready after a minute, and the tests in another terminal:'
 	@echo '  $(SHARED)/vllm/setup.sh && $(SHARED)/vllm/serve.sh 18000'
 	@echo '  make test-vllm VLLM_URL=http://127.0.0.1:18000'
+	@echo 'A pair, that prefills and decodes (setup.sh --nixl first), alone or besides:'
+	@echo '  $(SHARED)/vllm/serve.sh 18100 --role prefill 18150 & $(SHARED)/vllm/serve.sh 18200 --role decode 18250'
+	@echo '  make test-vllm VLLM_PREFILL_URL=http://127.0.0.1:18100 VLLM_DECODE_URL=http://127.0.0.1:18200'
 else
-	@VLLM_URL='$(VLLM_URL)' exec $(RUN) -m pytest -m vllm tests/vllm $(ARGS)
+	@VLLM_URL='$(VLLM_URL)' VLLM_PREFILL_URL='$(VLLM_PREFILL_URL)' VLLM_DECODE_URL='$(VLLM_DECODE_URL)' exec $(RUN) -m pytest -m vllm tests/vllm $(ARGS)
 endif
 
 clean: ## remove what these targets made

@@ -42,6 +42,7 @@ class Disaggregation(Section, frozen=True):
     release_timeout: Seconds = 30.0
     release_cap: Count = 4  # releases at once, for each decode backend
     admission_grace: SecondsOrZero = 5.0
+    prefill_grace: SecondsOrZero = 0.0  # what a prefill may take to answer whose client has left, before it is told to stop
     abort_unsafe: bool = False  # a decode engine must not be aborted before its first byte
     local_decode_fallback: bool = False
     tool_choice: Literal["bypass", "auto", "pass"] = "bypass"  # a tool that must be called

@@ -74,6 +74,7 @@ DEFAULTS: dict[str, Any] = {
         "release_timeout": 30,
         "release_cap": 4,
         "admission_grace": 5,
+        "prefill_grace": 0,
         "abort_unsafe": False,
         "local_decode_fallback": False,
         "tool_choice": "bypass",

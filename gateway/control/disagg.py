@@ -38,6 +38,7 @@ def pair_settings(disaggregation: Disaggregation, callback: str = "") -> PairSet
         release_timeout=disaggregation.release_timeout,
         release_cap=disaggregation.release_cap,
         admission_grace=disaggregation.admission_grace,
+        prefill_grace=disaggregation.prefill_grace,
         abort_unsafe=disaggregation.abort_unsafe or found.abort_in_transfer_unsafe,
         fallback=disaggregation.local_decode_fallback,
         cached_tokens=disaggregation.cached_tokens == "prefill",

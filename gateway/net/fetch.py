@@ -58,6 +58,7 @@ class Page:
         self.head = head
         self._connection, self._reader = connection, reader_of(head)
         self._pieces: list[bytes] = []
+        self._taken: list[bytes] = []  # by `whole`: whoever waits for it may leave it to somebody else
         self._held = 0
         self._paused = False
         self._ended = False
@@ -86,13 +87,13 @@ class Page:
 
     async def whole(self, most: int) -> bytes:
         """The body, of so many octets at most. Raises UpstreamFailed."""
-        pieces, octets = [], 0
+        octets = sum(map(len, self._taken))
         while piece := await self.read():
-            pieces.append(piece)
+            self._taken.append(piece)
             octets += len(piece)
             if octets > most:
                 raise UpstreamFailed("upstream_malformed", f"the backend's page is larger than {most} octets")
-        return b"".join(pieces)
+        return b"".join(self._taken)
 
     @property
     def clean(self) -> bool:

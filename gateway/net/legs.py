@@ -11,6 +11,8 @@ import asyncio
 
 from gateway.core.backend import Lease
 from gateway.core.exchange import Exchange
+from gateway.core.head import ResponseHead
+from gateway.net.fetch import Page
 from gateway.net.hold import Hold
 from gateway.net.upstream import Connection, ConnectionPool
 
@@ -24,6 +26,8 @@ class Leg:
     connection: Connection | None = None
     upload: asyncio.Task[None] | None = None
     hold: Hold | None = None  # of a stream that is held back until it says something
+    reply: asyncio.Future[ResponseHead] | None = None  # of a request whose answer is read as a whole
+    page: Page | None = None  # its body, once its head has come
 
     def __init__(self, exchange: Exchange):
         self.exchange = exchange

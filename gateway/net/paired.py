@@ -7,13 +7,14 @@ another one: a second try has other leases, another id, and nothing of what the 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 from gateway.core import headers
-from gateway.core.backend import Holding
+from gateway.core.backend import Backend, Holding
 from gateway.core.disagg.asked import Asked
-from gateway.core.disagg.base import GENERATING, OWNED_FIELDS, Connector, Handoff, Pair
+from gateway.core.disagg.base import GENERATING, OWNED_FIELDS, Connector, Handoff, Order, Pair
 from gateway.core.disagg.base import Leg as Request
 from gateway.core.disagg.parting import NEXT, Parting, State, parting
 from gateway.core.exchange import Exchange
@@ -21,8 +22,8 @@ from gateway.core.head import ResponseHead
 from gateway.net.call import Call
 from gateway.net.hold import Hold
 from gateway.net.legs import Leg, beside
-from gateway.net.releases import Detached, Released, Releases
-from gateway.net.upstream import Origin
+from gateway.net.releases import Detached, Ended, Released, Releases
+from gateway.net.upstream import ConnectionPool, Origin
 
 # What is coded could not be read: what prefill brought, or what is to be changed in decode's answer.
 _UNCODED = OWNED_FIELDS | {b"accept-encoding"}
@@ -41,6 +42,7 @@ class PairSettings(NamedTuple):
     release_timeout: float = 30.0
     release_cap: int = 4
     admission_grace: float = 5.0
+    prefill_grace: float = 0.0
     abort_unsafe: bool = False
     fallback: bool = False
     cached_tokens: bool = False  # of the client's usage: as prefill said them
@@ -152,26 +154,53 @@ class Paired:
         holding, self.holding = self.holding, None
         if holding is None:
             return
-        settings, lease, connections = self.settings, self.call.lease, self.call.connections
-        assert self.pair is not None
+        lease = self.call.lease
+        decode = lease.backend if lease is not None else None
         handoff = self.handoff or Handoff()
-        request = settings.connector.release(self.asked, self.pair, handoff) if settings.release else None
-        octets = None
-        if request is not None and connections is not None and lease is not None:
-            octets = self.octets(request, connections.origin)
-        self._releases.release(
-            Released(
-                octets,
-                lease.backend if lease is not None else None,
-                connections,
-                holding,
-                self.tokens,
-                self.answered + settings.hold,
-                settings.release_timeout,
-                settings.release_cap,
-                settings.connector.name,
-            )
+        self._releases.release(self._held(handoff, holding, self.answered, decode, self.call.connections))
+
+    def _held(
+        self, handoff: Handoff, holding: Holding, since: float, decode: Backend | None, connections: ConnectionPool | None
+    ) -> Released:
+        """KV that prefill holds, and what `decode` is to be sent so that it is freed."""
+        settings, octets = self.settings, None
+        assert self.pair is not None
+        if settings.release and connections is not None:
+            request = settings.connector.release(self.asked, self.pair, handoff)
+            octets = None if request is None else self.octets(request, connections.origin)
+        return Released(
+            octets,
+            decode,
+            connections,
+            holding,
+            self.tokens,
+            since + settings.hold,
+            settings.release_timeout,
+            settings.release_cap,
+            settings.connector.name,
         )
+
+    def end_prefill(self) -> None:
+        """Have prefill stop. Where it has answered already, and nobody has read that, it holds KV of which nobody would know:
+        so what it has written is heard. May be called again."""
+        call, settings, leg, pair = self.call, self.settings, self.prefill, self.pair
+        connection, lease, reply = leg.connection, leg.lease, leg.reply
+        if not settings.hold or connection is None or lease is None or reply is None:
+            leg.end()
+            return
+        assert pair is not None
+        self.prefill = beside(call.exchange)
+        call.others = (self.prefill,)
+        decode, connections = call.lease.backend if call.lease is not None else None, call.connections
+        prefill, connector = lease.backend, settings.connector
+
+        def holds(answer: bytes) -> Released:
+            handoff = connector.accept(self.asked, pair, answer) if connector.order.hands_over else Handoff()
+            held = self._held(handoff, prefill.hold(self.tokens), time.monotonic(), decode, connections)
+            # where decode was under way it may have fetched before it was closed: a release would wait for what is gone
+            return held._replace(seconds=min(held.seconds, settings.admission_grace)) if self.sent else held
+
+        self._releases.hear(Ended(leg, connection, reply, leg.page, settings.prefill_grace, holds))
 
     def _detach(self) -> None:
         """Take decode's leg from the call: it goes on to its first octet."""
@@ -207,10 +236,13 @@ class Paired:
 
     def end(self) -> None:
         """Give back all that is left, at once. May be called again."""
-        self.state = State.DONE
+        state, self.state = self.state, State.DONE
         self.fetched()
         self._cancel(self.tasks)
-        self.prefill.end()
+        if state is State.STREAMING:  # decode has what prefill held
+            self.prefill.end()
+        else:
+            self.end_prefill()
 
     def _cancel(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
         for task in tasks:

@@ -2,8 +2,10 @@
 
 Whoever leaves between prefill's answer and decode's first octet leaves KV on the prefill engine, which nobody but a decode
 engine can have it free: by fetching it. So the gateway asks for one token in the client's stead (release), or lets the request
-that is under way go on until it has begun (detach). Both end by themselves, are bounded in number or in time, and are waited
-for when the gateway stops. What cannot be freed is counted: it is gone when the engine's own time for it is over.
+that is under way go on until it has begun (detach). Whoever leaves while prefill computes may do so in the very moment in which
+it answers: so its connection is ended on our side alone, and what it has written by then is heard (hear). All of them end by
+themselves, are bounded in number or in time, and are waited for when the gateway stops. What cannot be freed is counted: it is
+gone when the engine's own time for it is over.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from gateway.net.opening import Opening
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import Connection, ConnectionPool
 
+HEARD = 0.25  # seconds for what an engine has written before it was told to stop
 ANSWER_MOST = 1 << 20  # octets of the answer to a release leg, which is thrown away
+PREFILL_MOST = 64 << 20  # octets of prefill's answer: with prompt_logprobs it is large
 
 
 class Released(NamedTuple):
@@ -57,6 +61,17 @@ class Detached(NamedTuple):
     connector: str
     dialect: Dialect
     prefill: Leg  # what is under way there still, and ends with it
+
+
+class Ended(NamedTuple):
+    """A prefill leg that has been ended, whose answer may have been on its way."""
+
+    leg: Leg
+    connection: Connection
+    head: asyncio.Future[ResponseHead]
+    page: Page | None  # of its body, where its head has come
+    grace: float  # seconds that it may take to answer, before it is told to stop
+    holds: Callable[[bytes], Released]  # what it holds, by its answer
 
 
 class Releases:
@@ -131,6 +146,30 @@ class Releases:
                     self.lost(work.holding, work.tokens, work.expires, work.connector)
             work.prefill.end()
             work.lease.release()
+
+    def hear(self, work: Ended) -> None:
+        """Tell a prefill engine to stop, at once or after some grace, and hear whether it had answered by then."""
+        if not work.grace and not work.connection.finish():
+            work.leg.end()
+            return
+        self.busy += 1
+        self._tasks.start(self._hear(work), "ended prefill leg")
+
+    async def _hear(self, work: Ended) -> None:
+        told = asyncio.get_running_loop().call_later(work.grace, work.connection.finish) if work.grace else None
+        try:
+            async with asyncio.timeout(work.grace + HEARD):
+                head = await work.head
+                if head.status == 200:
+                    page = work.page or Page(work.connection, head)
+                    self.release(work.holds(await page.whole(PREFILL_MOST)))
+        except (TimeoutError, Refusal):
+            pass  # it has stopped, as it was told
+        finally:
+            if told is not None:
+                told.cancel()
+            self.busy -= 1
+            work.leg.end()
 
     def lost(self, holding: Holding, tokens: int, expires: float, connector: str) -> None:
         """It stays until the prefill engine's own time for it is over."""

@@ -241,6 +241,15 @@ class Connection(Lane):
             self._drained = self._loop.create_future()
             await self._drained
 
+    def finish(self) -> bool:
+        """End our side alone, which tells an engine to stop as well as `drop` does: what it has written by then still comes.
+        Returns whether anything can come; where nothing can, the connection is dropped."""
+        if self.lost or self.transport.get_write_buffer_size() or not self.transport.can_write_eof():
+            self.drop()
+            return False
+        self.transport.write_eof()
+        return True
+
     def fail(self, failure: Refusal) -> None:
         """Give up waiting for the head, for a reason of ours."""
         self._fail(failure)

@@ -39,7 +39,7 @@ class Engines:
     def all(self) -> list[SyntheticUpstream]:
         return [*self.prefills, *self.decodes]
 
-    def config(self, **disaggregation: Any) -> str:
+    def config(self, pool: dict[str, Any] | None = None, **disaggregation: Any) -> str:
         roles = (("prefill", self.prefills), ("decode", self.decodes))
         if self.connector == "layerwise":
             with listening_socket() as sock:
@@ -52,6 +52,7 @@ class Engines:
                 "listen": "127.0.0.1:0",
                 "admin": {"listen": "127.0.0.1:0"},
                 "health": {"interval": 60},
+                **({"pool": pool} if pool else {}),
                 "backends": listed,
                 "disaggregation": {"connector": self.connector, **disaggregation},
             }

@@ -28,7 +28,6 @@ class Ledger:
         self.held: set[str] = set()
         self.ever = 0
         self.unknown = 0
-        self.unseen = 0  # answers that crossed with the connection's end
 
     def hold(self, request_id: str) -> dict[str, Any]:
         self.held.add(request_id)
@@ -60,10 +59,6 @@ def prefill(ledger: Ledger, *, seconds: float = 0.0, **changed: Any) -> Script:
         answer = {"id": "cmpl-1", "choices": [{"index": 0, "finish_reason": "length"}],
                   "usage": {"prompt_tokens": 3, "completion_tokens": 1}, "kv_transfer_params": params}  # fmt: skip
         await s.reply(200, answer)(wire, request)
-        await asyncio.sleep(0.01 if seconds else 0)
-        if wire.ended and name in ledger.held:  # it was closed while the answer was on its way: nobody can know of it
-            ledger.held.discard(name)
-            ledger.unseen += 1
 
     return script
 

@@ -46,6 +46,11 @@ class Order(enum.Enum):
     PROBE = "probe"
     SIDECAR = "sidecar"
 
+    @property
+    def hands_over(self) -> bool:
+        """Whether P's answer says where its KV is, so that D is asked after it."""
+        return self in (Order.SERIAL, Order.PROBE)
+
 
 class Release(enum.StrEnum):
     """When KV that P holds and that no D will fetch is freed by a release leg (pd.md 6.4)."""

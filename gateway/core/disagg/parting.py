@@ -6,7 +6,7 @@
     PROBING        D has the request, and may say that it has     close
                    too little of the prompt
     PREFILLING     P computes; both legs run, where they do so    close: an engine that loses its client aborts
-                   at once
+                   at once                                        What P has answered by then is heard (net.releases)
     HANDOFF        P has answered, and holds KV for D             release: D fetches it, for nobody, so that P frees it
     DECODE_WAIT    D has the request, no octet of its answer yet  detach: D may not have fetched yet. Its leg goes on to the
                                                                   first octet, and is closed then

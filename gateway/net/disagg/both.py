@@ -45,7 +45,7 @@ async def both(
             raise first  # decode's failure is what prefill's brought
         raise outcome
     if not 200 <= outcome.status < 300:
-        paired.prefill.end()
+        paired.end_prefill()
         prefill.cancel()
     return outcome
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gateway.core.admission import Admission
 from gateway.core.backend import Backend
@@ -98,3 +99,9 @@ def of_leg(side: str, failure: Refusal) -> Refusal:
 def nobody(side: str, pool: Pool) -> Refusal:
     found = pool.nobody()
     return Refusal(found.code, f"the {side} leg: {found.message}", retry_after=found.retry_after)
+
+
+def heard(future: asyncio.Future[Any]) -> None:
+    """Its failure is nobody's any more, where whoever waited for it has left: shielded, it outlives them."""
+    if not future.cancelled():
+        future.exception()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from gateway.core.backend import Backend
 from gateway.core.disagg.base import Handoff, TransferFailed
@@ -17,7 +16,7 @@ from gateway.core.headers import is_event_stream
 from gateway.core.outcome import Phase
 from gateway.errors import EngineRefused, UpstreamFailed
 from gateway.net.call import Call
-from gateway.net.disagg.common import AGAIN, LegFailed, Means, asked_of, of_leg
+from gateway.net.disagg.common import AGAIN, LegFailed, Means, asked_of, heard, of_leg
 from gateway.net.hold import Hold
 from gateway.net.opening import Opening
 from gateway.net.paired import Paired
@@ -52,7 +51,7 @@ async def decode(
     exchange.phase = Phase.WAIT
     paired.sent = exchange.sent = now
     answer = paired.answer = connection.send(paired.octets(request, call.connections.origin), b"POST")
-    answer.add_done_callback(_heard)
+    answer.add_done_callback(heard)
     means.watch.begin(call, now)
     try:
         response = await asyncio.shield(answer)
@@ -109,7 +108,7 @@ async def _begun(call: Call, paired: Paired, connection: Connection, response: R
     """Wait for the first octet of decode's body. Raises UpstreamFailed, LegFailed, EngineRefused."""
     hold = call.policy.hold and is_event_stream(response) and begin is Opening
     opening = paired.opening = call.hold = (Hold if hold else begin)(connection, response, call.dialect)
-    opening.done.add_done_callback(_heard)
+    opening.done.add_done_callback(heard)
     try:
         error = await asyncio.shield(opening.done)
     finally:
@@ -124,9 +123,3 @@ async def _begun(call: Call, paired: Paired, connection: Connection, response: R
     if error is not None:
         paired.end()
         raise EngineRefused(*call.dialect.as_status(error))
-
-
-def _heard(future: asyncio.Future[Any]) -> None:
-    """Its failure is nobody's any more, where whoever waited for it has left: shielded, it outlives them."""
-    if not future.cancelled():
-        future.exception()

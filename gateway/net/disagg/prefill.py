@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from gateway.core.disagg.base import Connector, Order
@@ -12,13 +13,12 @@ from gateway.core.outcome import Phase
 from gateway.errors import Refusal, UpstreamFailed
 from gateway.net import body
 from gateway.net.call import Call
-from gateway.net.disagg.common import AGAIN, LegFailed, Means, asked_of
+from gateway.net.disagg.common import AGAIN, LegFailed, Means, asked_of, heard
 from gateway.net.fetch import Page
 from gateway.net.legs import Leg
 from gateway.net.paired import Paired
+from gateway.net.releases import PREFILL_MOST
 from gateway.net.upstream import Connection, ConnectionPool
-
-ANSWER_MOST = 64 << 20  # octets of prefill's answer: with prompt_logprobs it is large
 
 
 async def prefill(means: Means, call: Call, paired: Paired, given: bytes = b"") -> None:
@@ -40,7 +40,7 @@ async def prefill(means: Means, call: Call, paired: Paired, given: bytes = b"") 
             f"the prefill leg: the backend {backend.name} gave no answer within {seconds:g} s ({key})",
         )
     except Refusal as failure:
-        leg.drop()
+        paired.end_prefill()
         means.blame(leg.exchange, backend, failure)
         raise LegFailed("prefill", backend, failure) from None
     if response is not None:
@@ -57,8 +57,8 @@ async def _ask(means: Means, call: Call, paired: Paired, request: Request, conne
     connection, response = await sent(means, call, leg, connections, octets)
     if response.status != 200:
         return response
-    page = Page(connection, response)
-    answer = await page.whole(ANSWER_MOST)
+    page = leg.page = Page(connection, response)
+    answer = await page.whole(PREFILL_MOST)
     paired.answered = time.monotonic()
     if page.clean:
         connection.give_back()
@@ -69,7 +69,7 @@ async def _ask(means: Means, call: Call, paired: Paired, request: Request, conne
     backend.answered(200, paired.answered)
     assert leg.exchange.sent is not None
     means.told.prefilled(call.exchange, settings.connector.name, paired.answered - leg.exchange.sent)
-    serial = settings.connector.order in (Order.SERIAL, Order.PROBE)
+    serial = settings.connector.order.hands_over
     if serial:
         paired.handoff = paired.said = settings.connector.accept(paired.asked, paired.pair, answer)
     elif paired.edits:
@@ -93,7 +93,9 @@ async def sent(
         connection = leg.connection = await means.connection(call, connections, fresh=fresh)
         marks.sent = marks.connected = call.exchange.connected = time.monotonic()
         try:
-            response = await connection.send(octets, b"POST")
+            reply = leg.reply = connection.send(octets, b"POST")
+            reply.add_done_callback(heard)
+            response = await asyncio.shield(reply)
         except UpstreamFailed as failure:
             if fresh or failure.code != "stale_connection":
                 raise
