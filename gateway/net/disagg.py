@@ -194,7 +194,13 @@ class Pairs:
         ranks = min(one.dp_size, other.dp_size)
         rank = random.randrange(ranks) if settings.connector.ranked and ranks > 1 else 0
         paired.pair = Pair(
-            f"{random.getrandbits(128):032x}", one, other, room=random.getrandbits(63), rank=rank, callback=settings.callback
+            f"{random.getrandbits(128):032x}",
+            one,
+            other,
+            room=random.getrandbits(63),
+            rank=rank,
+            callback=settings.callback,
+            capped=self._learning.capped(one.name),
         )
         return paired
 
@@ -320,8 +326,13 @@ class Pairs:
         assert leg.lease is not None and paired.pair is not None
         octets = paired.octets(request, connections.origin, prefill=True)
         connection, response = await self._sent(call, leg, connections, octets)
-        if response.status != 200:
+        if response.status >= 400:
             return response
+        if response.status != 200:  # no answer for a client: it has neither an error nor what decode needs
+            name = leg.lease.backend.name
+            raise HandoffMissing(
+                f"the prefill engine {name} answered with {response.status}, expected 200 and kv_transfer_params"
+            )
         page = Page(connection, response)
         answer = await page.whole(ANSWER_MOST)
         paired.answered = time.monotonic()
@@ -470,13 +481,18 @@ class Pairs:
         """Whether another attempt is made: with another prefill backend, or after decode failed with a fresh prefill."""
         if not failed.again:
             return False
+        if isinstance(failed.cause, HandoffMissing) and failed.cause.early:  # not its fault: it may be asked once more
+            self._learning.cap(failed.backend.name)
+            return self._retries.another(call.exchange.attempts)
         tried[failed.side].append(failed.backend)
         if failed.side == "prefill" and not _others(self._fleet.of("prefill", call), tried["prefill"]):
             return False
         unreached = failed.cause is not None and failed.cause.code in ("upstream_connect", "timeout_connect")
         if failed.side == "decode" and unreached and not _others(self._fleet.of("decode", call), tried["decode"]):
             return False
-        return self._retries.another(call.exchange.attempts)
+        # a kept connection that proved stale says nothing of the engine: no attempt of the operator's
+        attempts = call.exchange.attempts - (failed.word == "stale_connection")
+        return self._retries.another(attempts)
 
     async def _last(self, call: Call, paired: Paired, failed: _LegFailed) -> ResponseHead:
         """There is no other attempt: what the client is told. Raises Refusal."""
@@ -487,7 +503,7 @@ class Pairs:
             if response is not None:
                 return self._relayed(call, paired, response)
         elif response is not None:
-            if not paired.settings.notifies:
+            if not paired.settings.notifies or response.status >= 500:  # what broke tells nobody
                 paired.give_up()
             paired.fetched()
             if paired.state is State.DECODE_WAIT:
