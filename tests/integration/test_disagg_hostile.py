@@ -248,3 +248,47 @@ async def test_decode_says(start_gateway: Start, what: str, release: str) -> Non
         d.script = decode(ledger)
         assert (await gateway.ask()).body == b"".join(OUTPUT)
         await at_rest(gateway, ledger, p, d)
+
+
+# ---- operators
+
+
+async def test_a_stop_while_prefill_is_asked(start_gateway: Start) -> None:
+    """What is under way is let finish, and new ones are not begun."""
+    async with engines() as ((p,), (d,), ledger):
+        p.script = prefill(ledger, seconds=0.5)
+        gateway = await start_gateway(config=config([p], [d]))
+        client = await gateway.connect()
+        await client.send(s.post())
+        await p.wait_requests()
+        gateway.signal(15)
+        assert (await client.read_response()).body == b"".join(OUTPUT)
+        client.fin()
+        await gateway.stopped()
+        assert not ledger.held and len(d.requests) == 1
+
+
+async def test_another_connector_under_load(start_gateway: Start) -> None:
+    """A request goes on by the rules that it began with, and the next one by the new ones. Then there are no roles any more."""
+    async with engines() as ((p,), (d,), ledger):
+        p.script = prefill(ledger, seconds=0.3)
+        gateway = await start_gateway(config=config([p], [d]))
+        assert gateway.config_path is not None
+
+        async def reloaded(text: str) -> None:
+            assert gateway.config_path is not None
+            gateway.config_path.write_text(text)
+            assert (await gateway.admin(s.get("/-/reload", method="POST"))).status == 200
+
+        first = asyncio.create_task(gateway.ask())
+        await p.wait_requests()
+        await reloaded(config([p], [d], disaggregation={"connector": "mooncake_ascend"}))
+        second = asyncio.create_task(gateway.ask())
+        await p.wait_requests(2)
+        await reloaded(config([], [], [d]))
+        assert [(await task).body for task in (first, second)] == [b"".join(OUTPUT)] * 2
+        assert ["min_tokens" in request.json() for request in p.requests] == [False, True]
+        assert (await gateway.ask()).status == 200
+        assert len(p.requests) == 2
+        ledger.unknown = 0
+        await at_rest(gateway, ledger, p, d)
