@@ -28,7 +28,7 @@ from gateway import config as configuration
 from gateway.config import Config
 from gateway.control import systemd
 from gateway.control.admin import admin_app
-from gateway.control.disagg import engine_of, pair_settings
+from gateway.control.disagg import engine_of, pair_settings, say_connector
 from gateway.control.discovery.owner import Discovery, Followed, failed
 from gateway.control.fleet import fleet_routes
 from gateway.control.membership import Entry, Membership, origin_of
@@ -193,6 +193,7 @@ class App:
         await self._listen(sockets, admin_socket)
         self._tasks.start(self._measure_lag(), "event loop lag")
         public = ", ".join(self._public)
+        say_connector(config.disaggregation.connector, self._overrides)
         sys.stderr.write(f"listening on {public}, admin on {self._admin_url}\n")
         sys.stderr.flush()
         systemd.notify(f"READY=1\nSTATUS=serving {len(models.whole.backends)} backend(s) on {public}")

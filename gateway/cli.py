@@ -110,7 +110,8 @@ def serve(config_path: Path | None, **flags: Any) -> int:
       tokenpipe serve --prefiller-hosts 10.0.0.1 10.0.0.2 --prefiller-ports 8100 8100 \\
         --decoder-hosts 10.0.0.3 --decoder-ports 8200 --kv-connector nixl
 
-    The last one is disaggregated prefill and decode, with the command line of vLLM Ascend's example proxy.
+    The last one is disaggregated prefill and decode, with the command line of vLLM Ascend's example proxy, whose engines are
+    --kv-connector mooncake_ascend. Its /instances/add, /instances/remove and /healthcheck are on --admin-port.
 
     SIGTERM or SIGINT: no new requests, and those under way are let finish; a second one stops at once. SIGHUP reads the
     configuration again.

@@ -354,6 +354,8 @@ def _override(root: Node, overrides: Mapping[str, object], environ: Mapping[str,
     level = given.get("log_level")
     if isinstance(level, str):  # Python's names, as other proxies take them
         given["log_level"] = {"critical": "error"}.get(level.lower(), level.lower())
+    if given.get("max_retries") == 0:  # of attempts in all; the first is made in any case
+        given["max_retries"] = 1
     for name, value in given.items():
         root = put(root, _FLAGS[name], Node(value, flag(name), literal=True))
     return root

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 from gateway.configbackends import BackendConfig, Clash, Section
-from gateway.configfile import Complaints, Node
-from gateway.configvalues import Count, CountOrZero, Listen, Seconds, SecondsOrZero, Share, Url
+from gateway.configfile import Complaints, Node, describe
+from gateway.configvalues import Count, CountOrZero, Listen, Seconds, SecondsOrZero, Share, Url, is_host
 from gateway.core.disagg import CONNECTORS
 from gateway.core.disagg.base import Order
 
@@ -72,6 +72,9 @@ def backends_of_flags(given: dict[str, object], complaints: Complaints) -> list[
             continue
         for host, number in zip(hosts, ports, strict=True):
             name = str(host).strip("[]")
+            if not is_host(name):
+                complaints.add(flags, "backends", f"found {describe(host)}; expected a host name or IP address")
+                continue
             url = f"http://[{name}]:{number}" if ":" in name else f"http://{name}:{number}"
             members = {"url": url, "role": role}
             found.append(Node({key: Node(value, flags, literal=True) for key, value in members.items()}, flags))

@@ -929,7 +929,7 @@ def test_a_proxys_defaults(loaded: Load) -> None:
     ("flags", "expected"),
     [
         ({**PROXY, "prefiller_ports": (1,)}, "--prefiller-hosts --prefiller-ports: backends: found 2 host(s) and 1 port(s)"),
-        ({**PROXY, "decoder_hosts": ("a b",)}, "--decoder-hosts --decoder-ports: backends[2].url: found 'http://a b:8200'"),
+        ({**PROXY, "decoder_hosts": ("a b",)}, "--decoder-hosts --decoder-ports: backends: found 'a b'"),
         ({**PROXY, "decoder_ports": (0,)}, "expected a port from 1 to 65535 after the host"),
         ({**PROXY, "kv_connector": "teleport"}, "--kv-connector: disaggregation.connector: found 'teleport'; expected "),
         ({**PROXY, "decoder_hosts": ("::1",), "decoder_ports": (8101,)}, "backends[2].name: found [::1]:8101, as backends[1]"),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from gateway.configdisagg import Disaggregation
+import logging
+from collections.abc import Mapping
+
+from gateway.configdisagg import FLAGS, Disaggregation
 from gateway.configvalues import split_url
 from gateway.core.disagg import CONNECTORS
 from gateway.core.disagg.base import GENERATING, Engine, Order, Release, Rules
 from gateway.core.members import Member
 from gateway.net.paired import PairSettings
+
+log = logging.getLogger(__name__)
 
 LONG_HOLD = 120.0  # seconds; engines that keep KV for so long do not all let go of what a decode engine refuses
 
@@ -44,6 +49,15 @@ def pair_settings(disaggregation: Disaggregation, callback: str = "") -> PairSet
         cached_tokens=disaggregation.cached_tokens == "prefill",
         callback=callback,
     )
+
+
+def say_connector(connector: str, flags: Mapping[str, object]) -> None:
+    """Tell who comes with the command line of another proxy, and names no connector, which one it is."""
+    if any(flags.get(name) for name in FLAGS) and "kv_connector" not in flags and connector == Disaggregation().connector:
+        log.info(
+            "disaggregated prefill and decode with the connector nixl, as --kv-connector is not given: vLLM Ascend's "
+            "MooncakeConnector, which keeps KV for 480 s, is --kv-connector mooncake_ascend, its layerwise one layerwise"
+        )
 
 
 def engine_of(member: Member) -> Engine:

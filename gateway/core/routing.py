@@ -37,6 +37,9 @@ INFERENCE = (
 # Served below /v1/, yet management: adapters are the operator's to load (vllm/entrypoints/serve/lora).
 MANAGEMENT = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
+# Where those who look for them here are to ask. vLLM Ascend's proxy has /instances and /healthcheck on its one port.
+ADMIN = frozenset(("/metrics", "/livez", "/readyz", "/healthcheck", "/instances/add", "/instances/remove"))
+
 # Routes whose body an engine reads as JSON, whatever its Content-Type says. All others are looked into only where they
 # call themselves JSON: an upload of audio, say, is nobody's business here.
 JSON_PATHS = frozenset(
@@ -147,5 +150,7 @@ class Paths:
         check_path(path)
         text = path.decode("latin-1")
         if not self.served(path):
-            raise Refusal("unknown_path", f"{text[:200]} is not served here (paths.allow)")
+            admin = text in ADMIN or text.startswith("/-/")
+            where = ": it is on the admin listener (admin.listen, --admin-port)" if admin else " (paths.allow)"
+            raise Refusal("unknown_path", f"{text[:200]} is not served here{where}")
         return Route(target, path, text, for_path(text), path in JSON_PATHS, authority(given), loopback)

@@ -128,7 +128,7 @@ class Page:
         if exc is None and self._connection.ended_well and type(self._reader) is CloseReader:
             self._end(None)
         else:
-            self._end(UpstreamFailed("upstream_malformed", "the backend's connection ended within the response"))
+            self._end(UpstreamFailed("upstream_reset", "the backend's connection ended within the response"))
 
     def _end(self, failure: UpstreamFailed | None) -> None:
         self._ended, self._failure = True, failure

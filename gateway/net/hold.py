@@ -43,7 +43,9 @@ class Hold:
             for event in self._scanner.feed(piece):
                 if self._says_something(event):
                     return
-        if self._reader.done or self._reader.failure is not None:
+        if self._reader.failure is not None:
+            self._broke(f"sent a malformed body: {self._reader.failure}", "upstream_malformed")
+        elif self._reader.done:
             self._broke("ended its stream before the first event")
         elif self._scanner.overflowed or len(self._connection.pending) >= PENDING_MOST:
             self.done.set_result(None)
@@ -64,9 +66,9 @@ class Hold:
         else:
             self._broke("closed the connection before the stream's first event")
 
-    def _broke(self, what: str) -> None:
+    def _broke(self, what: str, code: str = "upstream_reset") -> None:
         # nothing has been generated that anybody has seen, and nothing goes on being generated
-        self.done.set_exception(UpstreamFailed("upstream_reset", f"the backend {what}", unsent=True))
+        self.done.set_exception(UpstreamFailed(code, f"the backend {what}", unsent=True))
 
     def fail(self, failure: Refusal) -> None:
         """Wait no longer, for a reason of ours."""

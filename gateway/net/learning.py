@@ -1,11 +1,13 @@
 """What connectors must learn of a prefill engine before it can be used: Mooncake's engine ids, of its bootstrap server.
 
-They are asked for when they are first needed, and again after any failure: an engine that restarts has others.
+They are asked for when they are first needed, and again after any failure: an engine that restarts has others. And what an
+engine shows by itself: whether it stages KV where its one token ends the answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 
 from gateway.core.disagg.base import Connector, Engine, bracketed
@@ -16,11 +18,29 @@ from gateway.net.fetch import fetch
 from gateway.net.upstream import ConnectionPool, Origin, PoolSettings
 
 ANSWER_MOST = 1 << 20
+NAMES_MOST = 10_000
+
+log = logging.getLogger(__name__)
 
 
 class Learning:
     def __init__(self) -> None:
         self._known: list[tuple[Engine, Mapping[int, str]]] = []
+        self._capped: set[str] = set()  # names of prefill engines
+
+    def capped(self, name: str) -> bool:
+        """Whether a prefill engine is to be asked in a way in which its token ends no answer (`base.Pair.capped`)."""
+        return name in self._capped
+
+    def cap(self, name: str) -> None:
+        if len(self._capped) >= NAMES_MOST:
+            self._capped.clear()
+        self._capped.add(name)
+        log.warning(
+            "the prefill backend %s handed nothing over, as its first token ended the answer: from now on it is asked with "
+            "min_tokens 1; for engines of vLLM Ascend set disaggregation.connector (--kv-connector) to mooncake_ascend",
+            name,
+        )
 
     def forget(self, engine: Engine) -> None:
         self._known = [(known, ids) for known, ids in self._known if known.name != engine.name]

@@ -33,7 +33,7 @@ class Opening(Hold):
         if self._reader.feed(data) or self._reader.done or len(self._connection.pending) >= PENDING_MOST:
             self.done.set_result(None)
         elif self._reader.failure is not None:
-            self._broke(f"sent a malformed body: {self._reader.failure}")
+            self._broke(f"sent a malformed body: {self._reader.failure}", "upstream_malformed")
 
     def _says_something(self, event: Event) -> bool:
         self.data = event.data

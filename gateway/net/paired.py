@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from gateway.core import headers
 from gateway.core.backend import Backend, Holding
 from gateway.core.disagg.asked import Asked
-from gateway.core.disagg.base import GENERATING, OWNED_FIELDS, Connector, Handoff, Order, Pair
+from gateway.core.disagg.base import GENERATING, OWNED_FIELDS, Connector, Handoff, Pair
 from gateway.core.disagg.base import Leg as Request
 from gateway.core.disagg.parting import NEXT, Parting, State, parting
 from gateway.core.exchange import Exchange

@@ -100,7 +100,7 @@ class Releases:
         result, connection = "failed", None
         try:
             async with asyncio.timeout(seconds):
-                connection = connections.take() or await connections.open()
+                connection = await connections.open()  # a kept one may prove stale, and this is the last that is tried
                 page = Page(connection, await connection.send(octets, b"POST"))
                 await page.whole(ANSWER_MOST)
                 result = "done" if 200 <= page.head.status < 300 else "refused"

@@ -110,6 +110,7 @@ class Pair(NamedTuple):
     encoders: tuple[Engine, ...] = ()
     conversation: str = ""  # key of the conversation (nixl_bidirectional), "" for none
     now: float = 0.0  # when the attempt begins, on the caller's clock (nixl_bidirectional)
+    capped: bool = False  # P stages nothing where its token ends the answer, as it has shown: none may (`HandoffMissing.early`)
 
 
 class Leg(NamedTuple):
@@ -133,10 +134,12 @@ class Handoff(NamedTuple):
 
 
 class HandoffMissing(Refusal):
-    """P answered with 200 and without what D needs. Its text says what is missing. Another P may be tried once."""
+    """P answered with 200 and without what D needs. Its text says what is missing. Another P may be tried once. `early`: the
+    first token ended the answer, and the engine may be one that stages nothing then: the same P may be asked `Pair.capped`."""
 
-    def __init__(self, message: str):
+    def __init__(self, message: str, *, early: bool = False):
         super().__init__("pd_handoff_missing", message)
+        self.early = early
 
 
 class TransferFailed(Refusal):

@@ -46,7 +46,7 @@ class MoriioRead(Nixl):
             transfer_id=transfer_id(pair),
             **_peer(pair.decode),
         )
-        return _leg(asked, pair, self.shaped(asked, {"kv_transfer_params": given}), pair.prefill, pair.rank)
+        return _leg(asked, pair, self.shaped(asked, {"kv_transfer_params": given}, self.staging(pair)), pair.prefill, pair.rank)
 
     def handed(self, asked: Asked, pair: Pair, given: Body) -> bytes:
         """P's own object, as one that says where P is and on which rank it ran."""

@@ -7,6 +7,7 @@ from typing import ClassVar, Final
 from gateway.core.disagg.asked import Asked
 from gateway.core.disagg.base import Connector, Handoff, HandoffMissing, Leg, Order, Pair, answer_of, handoff_of, params
 from gateway.core.disagg.body import Body, as_json
+from gateway.core.disagg.shape import Shape
 
 PREFILL: Final = params(
     do_remote_decode=True,
@@ -29,14 +30,20 @@ class Nixl(Connector):
     required: ClassVar[tuple[str, ...]] = NAMES  # without one of these D would compute the prompt anew, and not say so
 
     def prefill(self, asked: Asked, pair: Pair, posted: bytes = b"") -> Leg:
-        return self.leg(asked, pair, self.shaped(asked, {"kv_transfer_params": PREFILL}))
+        return self.leg(asked, pair, self.shaped(asked, {"kv_transfer_params": PREFILL}, self.staging(pair)))
+
+    def staging(self, pair: Pair) -> Shape:
+        """Current NIXL stages KV whatever ended P's token, Mooncake and older NIXL only where its limit did (pd.md 2.1)."""
+        return Shape(min_tokens=True) if pair.capped else self.shape
 
     def accept(self, asked: Asked, pair: Pair, answer: bytes) -> Handoff:
         said = answer_of(answer)
         given = said.inner("kv_transfer_params")
         if given is None:
+            early = not self.staging(pair).min_tokens and handoff(said, b"").finish_reason == "stop"
+            why = "its first token ended the answer" if early else "does it run with a KV connector?"
             raise HandoffMissing(
-                f"the prefill engine {pair.prefill.name} answered without kv_transfer_params: does it run with a KV connector?"
+                f"the prefill engine {pair.prefill.name} answered without kv_transfer_params: {why}", early=early
             )
         missing = [name for name in self.required if given.raw(name) is None]
         if self.flagged and given.value("do_remote_prefill") is not True:

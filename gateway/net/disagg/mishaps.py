@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.core.backend import Backend
+from gateway.core.disagg.base import HandoffMissing
 from gateway.core.disagg.parting import State
 from gateway.core.head import ResponseHead
 from gateway.core.outcome import Outcome, Phase
@@ -23,13 +24,16 @@ def another(means: Means, call: Call, failed: LegFailed, tried: dict[str, list[B
     """Whether another attempt is made: with another prefill backend, or after decode failed with a fresh prefill."""
     if not failed.again:
         return False
+    if isinstance(failed.cause, HandoffMissing) and failed.cause.early:  # not its fault: it is asked once more, capped
+        return means.retries.another(call.exchange.attempts)
     tried[failed.side].append(failed.backend)
     if failed.side != "decode" and not _others(means.fleet.of(failed.side, call), tried[failed.side]):
         return False
     unreached = failed.cause is not None and failed.cause.code in ("upstream_connect", "timeout_connect")
     if failed.side == "decode" and unreached and not _others(means.fleet.of("decode", call), tried["decode"]):
         return False
-    return means.retries.another(call.exchange.attempts)
+    # a kept connection that proved stale says nothing of the engine: no attempt of the operator's
+    return means.retries.another(call.exchange.attempts - (failed.word == "stale_connection"))
 
 
 async def last(means: Means, call: Call, paired: Paired, failed: LegFailed) -> ResponseHead:
@@ -44,7 +48,7 @@ async def last(means: Means, call: Call, paired: Paired, failed: LegFailed) -> R
         if response is not None:
             return relayed(means, call, paired, response, paired.prefill)
     elif response is not None:
-        if not paired.settings.notifies:
+        if not paired.settings.notifies or response.status >= 500:  # what broke tells nobody
             paired.give_up()
         paired.fetched()
         if paired.state is State.DECODE_WAIT:

@@ -20,7 +20,7 @@ import time
 from gateway.core.admission import Admission
 from gateway.core.backend import Backend
 from gateway.core.disagg.asked import Asked
-from gateway.core.disagg.base import Engine, Order, Pair
+from gateway.core.disagg.base import Engine, HandoffMissing, Order, Pair
 from gateway.core.disagg.parting import State
 from gateway.core.exchange import Observer
 from gateway.core.head import RequestHead, ResponseHead
@@ -109,6 +109,8 @@ class Pairs:
                 await encode(self._means, call, paired, tried["encode"])
                 return await self._attempt(call, paired, tried["decode"])
             except LegFailed as failed:
+                if isinstance(failed.cause, HandoffMissing) and failed.cause.early:
+                    self._learning.cap(failed.backend.name)
                 if not another(self._means, call, failed, tried):
                     return await last(self._means, call, paired, failed)
                 self._means.observer.retried(call.exchange, failed.word)
@@ -228,6 +230,7 @@ class Pairs:
             callback=settings.callback,
             conversation=paired.conversation,
             now=time.monotonic(),
+            capped=self._learning.capped(one.name),
         )
         return paired
 

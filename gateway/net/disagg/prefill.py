@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from gateway.core.disagg.base import Connector, Order
+from gateway.core.disagg.base import Connector, HandoffMissing
 from gateway.core.disagg.base import Leg as Request
 from gateway.core.disagg.parting import State
 from gateway.core.head import ResponseHead
@@ -55,8 +55,11 @@ async def _ask(means: Means, call: Call, paired: Paired, request: Request, conne
     assert leg.lease is not None and paired.pair is not None
     octets = paired.octets(request, connections.origin, prefill=True)
     connection, response = await sent(means, call, leg, connections, octets)
-    if response.status != 200:
+    if response.status >= 400:
         return response
+    if response.status != 200:  # no answer for a client: it has neither an error nor what decode needs
+        name = leg.lease.backend.name
+        raise HandoffMissing(f"the prefill engine {name} answered with {response.status}, expected 200 and kv_transfer_params")
     page = leg.page = Page(connection, response)
     answer = await page.whole(PREFILL_MOST)
     paired.answered = time.monotonic()

@@ -148,3 +148,18 @@ def test_alone(path: bytes) -> None:
     assert Nixl().alone(asked, PAIR).body == asked.body.octets
     smuggled: dict[str, Any] = {"kv_transfer_params": {"do_remote_prefill": True}, "bootstrap_room": 7}
     assert Nixl().alone(ask(path, **smuggled), PAIR).body == ask(path).body.octets
+
+
+def test_a_prefill_that_ended_at_its_first_token() -> None:
+    """Engines that stage KV only at the limit (vLLM Ascend's, older NIXL) show it so, and are asked with min_tokens then."""
+    nixl, asked = Nixl(), ask(stop=["x"], min_tokens=9)
+    with pytest.raises(HandoffMissing) as caught:
+        nixl.accept(asked, PAIR, b'{"choices":[{"finish_reason":"stop"}],"kv_transfer_params":null}')
+    assert caught.value.early
+    capped = PAIR._replace(capped=True)
+    body = said(nixl.prefill(asked, capped))
+    assert body["min_tokens"] == 1 and "stop" not in body
+    for pair, reason in ((PAIR, b"length"), (capped, b"stop")):
+        with pytest.raises(HandoffMissing) as caught:
+            nixl.accept(asked, pair, b'{"choices":[{"finish_reason":"%b"}]}' % reason)
+        assert not caught.value.early
