@@ -40,7 +40,7 @@ class Nixl(Connector):
         said = answer_of(answer)
         given = said.inner("kv_transfer_params")
         if given is None:
-            early = not self.staging(pair).min_tokens and handoff(said, b"").finish_reason == "stop"
+            early = not self.staging(pair).min_tokens and handoff_of(said, b"").finish_reason == "stop"
             why = "its first token ended the answer" if early else "does it run with a KV connector?"
             raise HandoffMissing(
                 f"the prefill engine {pair.prefill.name} answered without kv_transfer_params: {why}", early=early
