@@ -309,7 +309,8 @@ async def test_65_a_role_is_no_token(start_gateway: Start) -> None:
         sums = [samples.value(f"tokenpipe_{name}_seconds_sum") for name in ("pd_prefill", "pd_decode_first_byte")]
         assert sums[0] >= 0.15 and sums[1] >= 0.1
         first = samples.value("tokenpipe_time_to_first_token_seconds_sum")
-        assert sum(sums) + 0.2 <= first + 0.005 <= took + 0.005
+        assert sum(sums) + 0.2 <= first + 0.005
+        assert first <= took + 0.05  # it is marked behind the write, which the client may have read by then
         await at_rest(gateway, ledger, p, d)
 
 

@@ -53,7 +53,9 @@ async def leave(gateway: Gateway, phase: str, span: tuple[float, float], chance:
 
     async def one(number: int) -> None:
         client = await gateway.connect()
-        await client.send(request(PATHS["chat"], BODIES["chat"], stream=phase == "stream" or number % 2 == 0))
+        asked = [{"role": "user", "content": f"{number} of {OFFSETS} in {phase}: who are you?"}]  # no cache has it
+        body = {**BODIES["chat"], "messages": asked}
+        await client.send(request(PATHS["chat"], body, stream=phase == "stream" or number % 2 == 0))
         if phase == "stream":
             await client.receive_until(b'"role"')
         await asyncio.sleep(chance.uniform(*span))
