@@ -9,8 +9,8 @@
 None of these takes it out: where nobody else could take an exchange, it is asked all the same (`core.pool`).
 
 An engine that has frozen still accepts, and its `/health` stays 200: only those who wait there can tell. What is long is told
-by what is usual there, for streams (their first event) and for whole answers each by itself. Half an answer is enough to be
-heard of again.
+by what is usual there, for streams (their first event) and for whole answers each by itself. Any answer, or half of one, is
+enough to be heard of again.
 """
 
 from __future__ import annotations
@@ -66,11 +66,15 @@ class Silence:
 
     def answered(self, began: float, now: float) -> None:
         self.waiting -= 1
-        self.last, self.silent = now, False
+        self.heard(now)
         wait, usual = now - began, self.usual
         # up fast and down slowly: what is unusual is to be told from the slow ones, not from the mean
         usual = self.usual = usual + (wait - usual) * (0.5 if wait > usual else 0.05)
         self.patience = max(UNUSUAL * usual, self.floor)
+
+    def heard(self, now: float) -> None:
+        """Somebody was answered, of whatever kind: it does not stand still."""
+        self.last, self.silent = now, False
 
     def due(self) -> float:
         """When it will be silent, if nobody is answered until then."""
@@ -161,5 +165,6 @@ class Caution:
 
     def answered(self, kind: Silence, began: float, now: float) -> None:
         kind.answered(began, now)
+        (self.wholes if kind is self.streams else self.streams).heard(now)
         if self._unproven:
             self.proven(now)

@@ -186,6 +186,20 @@ def test_what_is_usual_is_not_silence() -> None:
     assert other.caution.reason(231.0) == "silent"
 
 
+def test_whoever_is_answered_speaks_for_all() -> None:
+    """One that was silent for whole answers, of which none are asked for any more, is back with the first stream."""
+    (found,) = backends(1, silence=5.0, slow_start=0.0)
+    found.lease(0, 200.0, False).release()
+    waits = found.lease(0, 200.0, False)
+    assert found.state_at(231.0) == "silent"
+    waits.release()
+    assert found.state_at(232.0) == "silent"
+    lease = found.lease(0, 232.0, True)
+    lease.prompt_read(233.0)
+    lease.release()
+    assert found.state_at(233.0) == "unknown"
+
+
 def test_all_are_silent() -> None:
     """Then all are asked as ever."""
     pool = Pool(backends(2, silence=1.0, slow_start=0.0), "round_robin")

@@ -118,7 +118,8 @@ async def test_a_body_that_need_not_be_held_streams_on(start_gateway: Start, ses
 async def test_a_session_whose_backend_is_gone(start_gateway: Start) -> None:
     """It goes on elsewhere, always at the same place, and comes home; other sessions do not move."""
     async with fleet(4) as backends:
-        config = {"balance": "affinity", "health": {"interval": 0.1, "timeout": 0.3, "fail": 1, "pass": 1}}
+        quick = {"interval": 0.1, "timeout": 0.3, "fail": 1, "pass": 1, "slow_start": 0}
+        config = {"balance": "affinity", "health": quick}
         gateway = await start_gateway(config=config, backends=urls(backends))
         requests = [chat("hi", session=f"s-{number}") for number in range(12)]
         homes = await takers(gateway, backends, *requests)

@@ -169,7 +169,7 @@ async def test_what_is_refused(start_gateway: Start, tmp_path: Path) -> None:
                 (add(url=other, name="${HUSH}"), 400, "the body: name: found '${HUSH}'; expected a name"),
                 (add(url=other, api_key_file=str(secret)), 400, "api_key_file: found the name of a file; expected none"),
                 (add(url=other, tls={"ca": str(secret)}), 400, "tls.ca: found the name of a file; expected none"),
-                (add(url=other, role="prefil"), 400, "role: found 'prefil'; expected both, prefill or decode"),
+                (add(url=other, role="prefil"), 400, "role: found 'prefil'; expected both, prefill, decode or encode"),
                 (add(url=other, name=place(one)), 409, f"{place(one)} is at {one.url}: remove it first"),
                 (add(url=one.url, name="again"), 409, f"{place(one)} is at {one.url}: remove it first"),
                 (drain("nobody"), 404, "there is no backend nobody; GET /-/backends names them"),

@@ -4,7 +4,7 @@ All of it at random and at once: aliases and their fallbacks, answers put off, h
 backends that come and go, reloads. Afterwards nothing may be left: every slot, lease and quota is back, what was counted is
 what was sent, whatever a client got was its own and whole, and the fleet serves as on its first day.
 
-    FLEET_FUZZ=180 FLEET_FUZZ_SEED=7 pytest tests/integration/test_fleet_fuzz.py     # seconds; else ten
+    FLEET_FUZZ=180 FLEET_FUZZ_SEED=7 pytest tests/integration/test_fleet_fuzz.py     # seconds; else six
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.upstream import RawUpstream, listening_socket
 from tests.support.wire import Closed
 
 Start = Callable[..., Awaitable[Gateway]]
-SECONDS = float(os.environ.get("FLEET_FUZZ", "10"))
+SECONDS = float(os.environ.get("FLEET_FUZZ", "6"))
 SEED = int(os.environ.get("FLEET_FUZZ_SEED", "0")) or random.randrange(1, 1_000_000)
 CLIENTS = 24
 SERVED = (("a",), ("a", "b"), ("b", "c"), ("a", "b", "c"), ("c",))  # models of each engine

@@ -21,6 +21,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support import warm
 from tests.support.client import RawClient
 from tests.support.messages import Message
 from tests.support.script import get
@@ -66,7 +67,7 @@ class Gateway:
         `config` is written as YAML, with `backends` added unless it names its own; without one, flags say it all.
         Access log lines are JSON, and the ports free ones, unless `config` or `flags` have their own.
         """
-        config_path, arguments = None, [sys.executable, "-m", "gateway", "serve"]
+        config_path, arguments = None, ["serve"]
         if config is not None:
             config_path = folder / "tokenpipe.yaml"
             if isinstance(config, dict):
@@ -85,11 +86,13 @@ class Gateway:
             arguments += ["--log-format", "json"]
         arguments += flags
         with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
-            process = subprocess.Popen(
-                arguments, stdout=out, stderr=err, stdin=subprocess.DEVNULL, cwd=ROOT, start_new_session=True,
-                env={**os.environ, "PYTHONWARNINGS": "default::ResourceWarning", "PYTHONUNBUFFERED": "1",
-                     **(environment or {})},
-            )  # fmt: skip
+            if environment is None:
+                process: subprocess.Popen[bytes] = warm.start(arguments, out, err)
+            else:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "gateway", *arguments], stdout=out, stderr=err, stdin=subprocess.DEVNULL,
+                    cwd=ROOT, start_new_session=True, env={**os.environ, **warm.ENVIRONMENT, **environment},
+                )  # fmt: skip
         gateway = cls(process, folder, config_path)
         try:
             await gateway._wait_listening(timeout)
