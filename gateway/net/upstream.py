@@ -12,6 +12,7 @@ import asyncio
 import errno
 import functools
 import logging
+import math
 import socket
 import ssl
 import time
@@ -369,17 +370,17 @@ class ConnectionPool:
         try:
             return await self._dial(await self._addresses())
         except ssl.SSLError as error:
-            self._resolved = None
+            self._may_have_moved()
             reason = getattr(error, "verify_message", None) or error.reason or "the handshake failed"
             raise UpstreamFailed(
                 "upstream_connect", f"TLS with the backend {origin.name} failed: {reason}", unsent=True
             ) from None
         except OSError as error:
-            self._resolved = None  # it may have moved
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise Refusal(
                     "overloaded", "the gateway has no file descriptors left (LimitNOFILE, ulimit -n)", retry_after=1
                 ) from None
+            self._may_have_moved()
             reason = error.strerror or str(error) or type(error).__name__
             raise UpstreamFailed(
                 "upstream_connect", f"no connection to the backend {origin.name}: {reason}", unsent=True
@@ -399,6 +400,11 @@ class ConnectionPool:
                 raise
             return self._resolved[1]
         return self._found(_plain(found))
+
+    def _may_have_moved(self) -> None:
+        """Look the name up again; where it cannot be, what was found last still holds."""
+        if self._resolved is not None:
+            self._resolved = -math.inf, self._resolved[1]
 
     def _refresh(self, now: float) -> None:
         """Look the name up in the background, if it is time."""
