@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -25,7 +26,9 @@ log = logging.getLogger(__name__)
 
 PAGE_MOST = 1 << 22  # octets of what a backend says of itself
 NAMED_MOST = 1000  # models of one backend
-SLEEP = "/is_sleeping"  # of a vLLM in development mode (vllm/entrypoints/serve/sleep)
+# vLLM from 0.11 on has a gauge for each engine (vllm/v1/metrics/loggers.py); before that, one in development mode has a page
+_AWAKE = re.compile(rb'^vllm:engine_sleep_state\{[^}\n]*sleep_state="awake"[^}\n]*\} +(\S+)', re.M)
+SLEEP = "/is_sleeping"
 UNASKED = 60.0  # seconds until a backend that does not know of sleep is asked again
 
 
@@ -125,10 +128,18 @@ class Probes:
         return 200 <= status < 300
 
     async def _look_for_sleep(self, target: Target) -> bool:
-        """An engine that sleeps is well, and can do nothing. Returns whether it can tell."""
+        """An engine that sleeps is well, and can do nothing. Returns whether it can tell. Only vLLM is asked for its page."""
         try:
-            status, body = await self._page(target, SLEEP)
-            asleep = json.loads(body)["is_sleeping"] if status == 200 else None
+            status, body = await self._page(target, "/metrics")
+            if status != 200:
+                asleep = None
+            elif engines := _AWAKE.findall(body):
+                asleep = not any(map(float, engines))
+            elif b"vllm:" in body:
+                status, body = await self._page(target, SLEEP)
+                asleep = json.loads(body)["is_sleeping"] if status == 200 else None
+            else:
+                asleep = None
         except (GatewayError, TimeoutError):
             return True  # another time
         except (ValueError, KeyError, TypeError, RecursionError):

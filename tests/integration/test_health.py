@@ -94,26 +94,40 @@ async def test_one_that_never_answers_harms_nobody_else(start_gateway: Start) ->
         assert len(frozen.requests) == 3
 
 
-async def test_sleep(start_gateway: Start) -> None:
+def gauge(*awake: int) -> s.Script:
+    """vLLM's metrics, of so many engines."""
+    line = 'vllm:engine_sleep_state{engine="%d",model_name="m",sleep_state="%s"} %.1f\n'
+    lines = [line % of for n, a in enumerate(awake) for of in ((n, "awake", a), (n, "weights_offloaded", 1 - a))]
+    return s.reply(200, "".join(["# TYPE vllm:engine_sleep_state gauge\n", *lines]).encode())
+
+
+VLLM = s.reply(200, b'vllm:num_requests_running{model_name="m"} 0.0\n')  # one that has no such gauge
+WORDS = {
+    "/metrics": (gauge(0, 0), gauge(0, 1)),
+    "/is_sleeping": tuple(s.reply(200, json.dumps({"is_sleeping": asleep}).encode()) for asleep in (True, False)),
+}
+
+
+@pytest.mark.parametrize("page", WORDS)
+async def test_sleep(start_gateway: Start, page: str) -> None:
     """A backend that sleeps gets nothing and is shown so; where all sleep the gateway is not ready; it comes back by itself."""
     async with fleet(2) as backends:
-        asleep = s.reply(200, json.dumps({"is_sleeping": True}).encode())
-        awake = s.reply(200, json.dumps({"is_sleeping": False}).encode())
+        asleep, awake = WORDS[page]
         for backend in backends:
-            backend.probes["/is_sleeping"] = awake
+            backend.probes |= {"/metrics": VLLM, page: awake}
         gateway = await start_gateway(config={"health": FAST}, backends=urls(backends))
-        backends[0].probes["/is_sleeping"] = asleep
+        backends[0].probes[page] = asleep
         await reached(gateway, 1, state="asleep")
         assert {(await gateway.ask()).status for _ in range(4)} == {200}
         assert not backends[0].requests
         assert await gateway.metric("tokenpipe_backend_state", state="asleep") == 1
-        backends[1].probes["/is_sleeping"] = asleep
+        backends[1].probes[page] = asleep
         await reached(gateway, 2, state="asleep")
         answer = await gateway.ask()
         assert (answer.status, answer.get("x-gateway-error")) == (503, "no_backend")
         assert (await gateway.admin(s.get("/readyz"))).status == 503
         for backend in backends:
-            backend.probes["/is_sleeping"] = awake
+            backend.probes[page] = awake
         await reached(gateway, 2, state="up")
         assert (await gateway.admin(s.get("/readyz"))).status == 200
 
@@ -122,10 +136,18 @@ async def test_sleep(start_gateway: Start) -> None:
 async def test_who_does_not_know_of_sleep(start_gateway: Start, page: s.Script) -> None:
     """Is awake, and not asked each time (unless it was not to be understood at all)."""
     async with fleet(1) as (backend,):
-        backend.probes["/is_sleeping"] = page
+        backend.probes |= {"/metrics": VLLM, "/is_sleeping": page}
         gateway = await start_gateway(config={"health": FAST}, backends=[backend.url])
         await until(lambda: backend.probed.count("/health") > 4, "probes")
         assert backend.probed.count("/is_sleeping") == 1 or page is s.vanish
+        assert (await states(gateway))[0]["state"] == "up"
+
+
+async def test_another_engine_is_not_asked_for_a_page_of_vllm_s(start_gateway: Start) -> None:
+    async with fleet(1) as (backend,):
+        gateway = await start_gateway(config={"health": FAST}, backends=[backend.url])
+        await until(lambda: backend.probed.count("/health") > 4, "probes")
+        assert (backend.probed.count("/metrics"), backend.probed.count("/is_sleeping")) == (1, 0)
         assert (await states(gateway))[0]["state"] == "up"
 
 
