@@ -3,7 +3,7 @@
     ACCEPT   the head is judged: path, method, expectation
     READ     the body, as far as it must be looked at; what is larger is streamed
     QUEUE    admitted, or made to wait, or turned away
-    PICK, CONNECT, SEND, WAIT    an attempt, and perhaps another one
+    PICK, CONNECT, SEND, WAIT    an attempt, and perhaps another one (`net.attempts`)
     COMMIT   our head goes to the client; from here on there is no second try
     STREAM   the relay passes the body; this coroutine waits for its end
     DONE     one outcome; the connection kept or dropped, the lease and the slot given back
