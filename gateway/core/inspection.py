@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.core.jsonbody import Member, Members, NotAnObject
+from gateway.core.jsonbody import Member, Members, NotAnObject, whole
 from gateway.errors import Refusal
 
 # The members that bound the answer's length; the first is the one that is put in where none is given. In Anthropic's
@@ -179,6 +179,9 @@ class Inspector:
 
 def members(body: bytes) -> list[Member]:
     """The top-level members of a whole body. Raises Refusal where it is no JSON object."""
+    quickly = whole(body)
+    if quickly is not None:
+        return quickly
     found = Members()
     try:
         found.feed(body)

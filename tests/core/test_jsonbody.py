@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gateway.core.jsonbody import KEY_MOST, SHOWN, Member, Members, NotAnObject
+from gateway.core.jsonbody import KEY_MOST, SHOWN, Member, Members, NotAnObject, values_of, whole
 
 REFUSED = "kv_transfer_params"
 
@@ -104,6 +104,7 @@ def test_members_are_those_that_json_loads_sees(document: str, cuts: list[int], 
     """The same keys in the same order with the same values, doubled ones too, however the body is cut."""
     body = (b"\xef\xbb\xbf" if bom else b"") + document.encode()
     expected = pairs(body)
+    in_c(body)
     for pieces in ([body], splits(body, cuts), at_every_octet(body)):
         members = find(pieces)
         assert members.complete and [m.key for m in members.found] == [k for k, _ in expected]
@@ -112,6 +113,38 @@ def test_members_are_those_that_json_loads_sees(document: str, cuts: list[int], 
             assert same(json.loads(octets, object_pairs_hook=Pairs), value)
             assert member.value == (octets if len(octets) <= SHOWN else None)
             assert body[member.begin : member.begin + 1] == b'"' and body[members.closes_at or 0 :][:1] == b"}"
+
+
+def in_c(body: bytes) -> None:
+    """What is found the quick way, if it is, is what is found octet by octet."""
+    found, values = whole(body), values_of(body)
+    if found is None:
+        return
+    members = find([body])
+    assert members.complete and found == members.found
+    assert values is not None
+    assert {m.key: body[m.value_begin : m.end] for m in found} == {key: bytes(value) for key, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps({"model": "m", "messages": [{"role": "user", "content": "é" * SHOWN}], "n": 1, "x": {}}, indent=1).encode(),
+        b' { } ',
+        b'{"a":"\\ud83d\\ude42","b" :null\n,"c": -1e400}\r\n',
+    ],
+)
+def test_ordinary_bodies_are_found_in_c(body: bytes) -> None:
+    assert whole(body) == find([body]).found
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"a":1,"a":1}', b'{"a":1,"a":12}', b'{"a":12,"a":1}', b'{"\\u0061":1}', b'\xef\xbb\xbf{}', b'{"a":NaN}',
+     b'{"%b":1}' % (b"k" * 2000)],
+)  # fmt: skip
+def test_others_are_not(body: bytes) -> None:
+    assert whole(body) is None
 
 
 def sees(body: bytes) -> list[bool]:
@@ -194,6 +227,7 @@ def test_no_damaged_document_hides_a_watched_member(document: str, mutations: li
         assume(False)
     if REFUSED in [k for k, _ in expected]:
         assert sees(body) == [True, True]
+    in_c(body)
 
 
 @settings(max_examples=60)

@@ -13,7 +13,6 @@ from typing import Final
 import msgspec
 
 from gateway.core.disagg.body import Body
-from gateway.core.jsonbody import Member
 from gateway.errors import Refusal
 
 OCTETS: Final = 4  # of text to a token, roughly
@@ -84,10 +83,10 @@ class Asked:
         "tool_forced",
     )
 
-    def __init__(self, path: bytes, octets: bytes, found: list[Member] | None = None):
-        """`path`: without a query. `octets`: the whole body; `found`: its members, if they have been looked for before."""
+    def __init__(self, path: bytes, octets: bytes):
+        """`path`: without a query. `octets`: the whole body."""
         self.path = path
-        self.body = body = Body(octets, found)
+        self.body = body = Body(octets)
         self.sampling = sampling = body.inner("sampling_params")  # /inference/v1/generate, and SGLang's /generate
         inner = body if path in _LIMITS else sampling or Body(b"{}")
         self.stream = flag(body, "stream")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from gateway.core.inspection import members
-from gateway.core.jsonbody import Member
+from gateway.core.jsonbody import Member, values_of
 
 NULL: Final = b"null"
 TRUE: Final = b"true"
@@ -22,28 +22,40 @@ ONE: Final = b"1"
 
 
 class Body:
-    """One JSON object: its octets, and its top-level members by their places. Raises Refusal where it is none."""
+    """One JSON object: its octets, and its top-level members, whose places are looked for only where it is edited. Raises
+    Refusal where it is none."""
 
-    __slots__ = ("_last", "members", "octets")
+    __slots__ = ("_found", "_values", "octets")
 
-    def __init__(self, octets: bytes, found: list[Member] | None = None):
+    def __init__(self, octets: bytes):
         self.octets = octets
-        self.members = members(octets) if found is None else found
-        self._last = {member.key: member for member in self.members}  # of a doubled key the last one holds
+        self._found: list[Member] | None = None
+        values: Mapping[str, Any] | None = values_of(octets)
+        if values is None:
+            within = memoryview(octets)
+            self._found = members(octets)
+            values = {member.key: within[member.value_begin : member.end] for member in self._found}
+        self._values = values  # of a doubled key the last one holds
 
     def __contains__(self, key: str) -> bool:
-        return key in self._last
+        return key in self._values
 
     @property
     def names(self) -> Collection[str]:
-        return self._last.keys()
+        return self._values.keys()
+
+    @property
+    def members(self) -> list[Member]:
+        if self._found is None:
+            self._found = members(self.octets)
+        return self._found
 
     def raw(self, key: str) -> bytes | None:
         """The octets of a member's value, verbatim. None where it is missing, or null: engines take both alike."""
-        member = self._last.get(key)
-        if member is None:
+        found = self._values.get(key)
+        if found is None:
             return None
-        value = self.octets[member.value_begin : member.end] if member.value is None else member.value
+        value = bytes(found)
         return None if value == NULL else value
 
     def value(self, key: str) -> object:
