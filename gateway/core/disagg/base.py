@@ -337,7 +337,7 @@ class Connector(abc.ABC):
             drop = frozenset(("prompt_logprobs",))
             if asked.sampling is not None:
                 sampling = Body(asked.cleaned.get("sampling_params", asked.sampling.octets))
-                put["sampling_params"] = sampling.edited(drop=drop.__contains__)
+                put["sampling_params"] = sampling.edited(drop=drop)
         return asked.edited(put, drop)
 
 

@@ -7,7 +7,7 @@ escapes. A member that a connector owns and that is there twice goes altogether,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Final
 
 import msgspec
@@ -41,7 +41,7 @@ class Body:
         return key in self._values
 
     @property
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         return self._values.keys()
 
     @property
@@ -68,18 +68,20 @@ class Body:
         raw = self.raw(key)
         return Body(raw) if raw is not None and raw.startswith(b"{") else None
 
-    def edited(self, put: Mapping[str, bytes] = {}, drop: Callable[[str], bool] = lambda key: False) -> bytes:
+    def edited(self, put: Mapping[str, bytes] = {}, drop: Set[str] = frozenset()) -> bytes:
         """The same octets, with the members of `put` (key -> JSON) in place of the client's own of that name, or behind the
         last member where there is none, and without those that `drop` names. Each key of `put` is there once."""
         octets, found, new = memoryview(self.octets), self.members, dict(put)
         if not found:
             opening = self.octets.index(b"{") + 1
             return b"".join((octets[:opening], _joined(put), octets[opening:]))
+        if len(self._values) == len(found) and drop.isdisjoint(self._values):
+            return self._replaced(new)
         pieces: list[memoryview | bytes] = [octets[: found[0].begin]]
         kept = False  # a member has passed: what follows it brings its comma
         for i, member in enumerate(found):
             value = new.pop(member.key, None)
-            if value is None and (member.key in put or drop(member.key)):
+            if value is None and (member.key in put or member.key in drop):
                 continue
             if kept:
                 pieces.append(octets[found[i - 1].end : member.begin])
@@ -90,6 +92,22 @@ class Body:
         if new:
             pieces += [b", " if kept else b"", _joined(new)]
         pieces.append(octets[found[-1].end :])
+        return b"".join(pieces)
+
+    def _replaced(self, new: dict[str, bytes]) -> bytes:
+        """The same, where nothing goes and nothing is there twice: only the places of what is new are touched."""
+        octets, found, at = memoryview(self.octets), self.members, 0
+        pieces: list[memoryview | bytes] = []
+        for member in found:
+            value = new.pop(member.key, None)
+            if value is not None:
+                pieces += octets[at : member.value_begin], value
+                at = member.end
+        if new:
+            end = found[-1].end
+            pieces += octets[at:end], b", ", _joined(new)
+            at = end
+        pieces.append(octets[at:])
         return b"".join(pieces)
 
 

@@ -62,7 +62,7 @@ class NixlBidirectional(Nixl):
         if kept is None:
             return leg._replace(body=_unnamed(leg.body))
         params = Body(kept).edited({"do_remote_decode": TRUE, "do_remote_prefill": FALSE})
-        return leg._replace(body=Body(leg.body).edited({"kv_transfer_params": params}, _NAME.__eq__))
+        return leg._replace(body=Body(leg.body).edited({"kv_transfer_params": params}, {_NAME}))
 
     def decode(self, asked: Asked, pair: Pair, handoff: Handoff = Handoff()) -> Leg:
         leg = super().decode(asked, pair, handoff)
@@ -87,4 +87,4 @@ class NixlBidirectional(Nixl):
 
 
 def _unnamed(body: bytes) -> bytes:
-    return Body(body).edited(drop=_NAME.__eq__)
+    return Body(body).edited(drop={_NAME})

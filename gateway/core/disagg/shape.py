@@ -6,6 +6,7 @@ or steers the one token, what costs P something for nothing, and what would happ
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
@@ -51,21 +52,23 @@ def shaped(asked: Asked, put: Mapping[str, bytes], shape: Shape, *, tool_auto: b
         new["sampling_params"] = _sampling(
             Body(new.get("sampling_params") or body.raw("sampling_params") or b"{}"), shape, keep_logprobs
         )
+    dropped = _dropped(shape, keep_logprobs, path)
+    if not shape.first_token and (guided := [name for name in body.names if name.startswith("guided_")]):
+        dropped = dropped.union(guided)
+    if asked.ec:
+        new["ec_transfer_params"] = asked.ec
+    return body.edited(new | dict(put), dropped)
+
+
+@functools.lru_cache(64)
+def _dropped(shape: Shape, keep_logprobs: bool, path: bytes) -> frozenset[str]:
     dropped = OWNED | _TWICE | _MANY | {"stream_options"}
     if not shape.min_tokens:
         dropped |= frozenset(_LEAST)
     if not shape.first_token:
         dropped |= _GRAMMAR | (_STOPS if shape.min_tokens else frozenset())
         dropped |= _LOGPROBS - ({"prompt_logprobs"} if keep_logprobs else frozenset())
-    if path == b"/generate":  # SGLang: there it is the prompt
-        dropped -= {"text"}
-
-    def drop(name: str) -> bool:
-        return name in dropped or (not shape.first_token and name.startswith("guided_"))
-
-    if asked.ec:
-        new["ec_transfer_params"] = asked.ec
-    return body.edited(new | dict(put), drop)
+    return dropped - {"text"} if path == b"/generate" else dropped  # SGLang: there it is the prompt
 
 
 def _sampling(sampling: Body, shape: Shape, keep_logprobs: bool) -> bytes:
@@ -81,4 +84,4 @@ def _sampling(sampling: Body, shape: Shape, keep_logprobs: bool) -> bytes:
     if not shape.first_token:
         dropped |= {"structured_outputs", "guided_decoding"} | (_STOPS if shape.min_tokens else set())
         dropped |= {"logprobs"} if keep_logprobs else {"logprobs", "prompt_logprobs"}
-    return sampling.edited(new, dropped.__contains__)
+    return sampling.edited(new, dropped)

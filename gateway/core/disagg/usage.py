@@ -49,7 +49,7 @@ def corrected(said: Body, cached: int | None) -> bytes:
     if cached is not None:
         value = (details or Body(b"{}")).edited({"cached_tokens": as_json(cached)})
     elif details is not None and "cached_tokens" in details:
-        value = details.edited(drop="cached_tokens".__eq__) if len(details.names) > 1 else NULL
+        value = details.edited(drop={"cached_tokens"}) if len(details.names) > 1 else NULL
     else:
         return said.octets
     return said.edited({"usage": usage.edited({name: value})})
