@@ -21,7 +21,7 @@ from __future__ import annotations
 import abc
 import enum
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from gateway.core.disagg import encoding, logprobs
 from gateway.core.disagg.asked import Asked
@@ -365,19 +365,23 @@ def answer_of(answer: bytes) -> Body:
 
 def handoff_of(said: Body, octets: bytes, given: Body | None = None) -> Handoff:
     """What P's whole answer says beside the params, whose octets are given."""
-    usage = said.inner("usage") or Body(b"{}")
-    details = usage.inner("prompt_tokens_details") or usage.inner("input_tokens_details") or Body(b"{}")
+    usage = _object(said.value("usage"))
+    details = _object(usage.get("prompt_tokens_details")) or _object(usage.get("input_tokens_details"))
     choices = said.value("choices")
-    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    first = _object(choices[0]) if isinstance(choices, list) and choices else {}
     remote = given.value("remote_request_id") if given is not None else None
     return Handoff(
         octets,
         remote if isinstance(remote, str) else None,
         reason if isinstance(reason := first.get("finish_reason", said.value("stop_reason")), str) else None,
-        _count(usage.value("prompt_tokens")) if "prompt_tokens" in usage else _count(usage.value("input_tokens")),
-        _count(details.value("cached_tokens")),
+        _count(usage.get("prompt_tokens", usage.get("input_tokens"))),
+        _count(details.get("cached_tokens")),
         logprobs.found(said),
     )
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _count(value: object) -> int | None:

@@ -19,6 +19,8 @@ _CHAT: Final = b"/v1/chat/completions"
 
 def found(said: Body) -> bytes:
     """In P's answer; b"" where there are none."""
+    if b"prompt_logprobs" not in said.octets:
+        return b""
     choices = _choices(said)
     return said.raw(_NAME) or (Body(choices[0]).raw(_NAME) if choices else None) or b""
 
