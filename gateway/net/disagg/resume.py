@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from gateway.core.backend import Backend
 from gateway.core.disagg.asked import Asked
 from gateway.core.disagg.recompute import RecomputedSeam
-from gateway.errors import EngineRefused, Refusal
+from gateway.core.outcome import Outcome
+from gateway.errors import Ended, EngineRefused, Refusal
 from gateway.net.call import Call
 from gateway.net.disagg.common import LegFailed
 from gateway.net.legs import beside
@@ -61,7 +62,7 @@ async def _resumed(pairs: Pairs, call: Call, relay: SeamedRelay, wanted: bytes) 
     dropped = _let_go(call)
     aside = _aside(call)
     call.others = (aside,)
-    task = pairs.means.tasks.spawn(_answers(pairs, call, aside, wanted, dropped), "a resumption")
+    task = pairs.means.tasks.spawn(_answers(pairs, call, relay, aside, wanted, dropped), "a resumption")
     try:
         await asyncio.wait((task, relay.done), return_when=asyncio.FIRST_COMPLETED)
         if relay.done.done():
@@ -94,7 +95,7 @@ def _aside(call: Call) -> Call:
     return aside
 
 
-async def _answers(pairs: Pairs, call: Call, aside: Call, wanted: bytes, dropped: Backend) -> bool:
+async def _answers(pairs: Pairs, call: Call, relay: SeamedRelay, aside: Call, wanted: bytes, dropped: Backend) -> bool:
     """Whether an answer has begun that the stream can go on with. If not, nothing is left of the attempts."""
     assert call.paired is not None and call.route is not None
     paired, path = call.paired, call.route.path
@@ -110,6 +111,8 @@ async def _answers(pairs: Pairs, call: Call, aside: Call, wanted: bytes, dropped
                 answers = is_fit(await pairs.attempt(aside, paired, tried))
                 break
             except LegFailed as failed:
+                if failed.cause is not None and failed.cause.outcome is Outcome.TIMEOUT_TOTAL:
+                    relay.fail(Ended(Outcome.TIMEOUT_TOTAL))
                 if not pairs.tries_again(aside, paired, failed, tried):
                     if failed.leg is not None:
                         failed.leg.end()
