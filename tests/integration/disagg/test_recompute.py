@@ -7,13 +7,17 @@ import asyncio
 import json
 import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration.disagg.test_connectors import NAMES, options
 from tests.integration.test_migration import CHAT, PROMPT, WORDS, chunks_of, text_of, usage
 from tests.support import script as s
 from tests.support.client import RawClient
+from tests.support.disagg import BODIES, PATHS, mocks, undisturbed
+from tests.support.disagg import asked as asked_of
 from tests.support.gateway import Gateway, until
 from tests.support.messages import HttpWire, Message
 from tests.support.pairs import Ledger, at_rest, config, decode, engines, prefill
@@ -308,6 +312,31 @@ async def cut(client: RawClient) -> None:
     await client.wait_closed()
     assert not client.pending.endswith(s.LAST) and MARKER not in client.pending
     client.fin()
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_every_connector(start_gateway: Start, name: str, tmp_path: Path) -> None:
+    """Dropped twice; a ledger is kept of what is held and fetched. The text is that of one engine alone."""
+    async with mocks(name, **options(name, tmp_path)) as both:
+        gateway = await start_gateway(config=both.config(recompute="resume"))
+        for api, path in PATHS.items():
+            seen = (await asked_of(both.decodes[0], "/admin/synth"))["arrived"]
+            await both.turn(both.decodes, fault=f"recomputed@token:4@request:{seen + 1}-{seen + 2}")
+            body = {**BODIES[api], "stream": True, **COUNTED}
+            answer = await gateway.ask(s.post(body, path=path))
+            assert text_of(answer.body) == await undisturbed_text(path, body)
+            assert chunks_of(answer.body)[-1]["usage"]["completion_tokens"] == BODIES[api]["max_tokens"]
+            await both.turn(both.decodes, fault="")
+        await both.at_rest(gateway)
+        assert await both.held() == 0 and await both.counted("recomputed") == 0
+        found = await resumed(gateway)
+        # one that is asked first whether it has the prompt is dropped with that
+        assert found in [{"dropped": n, "done": n} for n in ((4,) if name != "shared_storage" else (2, 3, 4))]
+        assert await gateway.metric("tokenpipe_pd_stranded_total") == 0
+
+
+async def undisturbed_text(path: str, body: dict[str, Any]) -> str:
+    return await undisturbed(path, {name: value for name, value in body.items() if name not in ("stream", *COUNTED)})
 
 
 @pytest.mark.parametrize("where", ["prefill", "wait", "stream"])
