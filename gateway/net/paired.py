@@ -90,7 +90,7 @@ class PairObserver(Protocol):
 class Paired:
     __slots__ = (
         "_releases", "answer", "answered", "asked", "call", "conversation", "edits", "handoff", "holding", "missed", "opening",
-        "pair", "prefill", "said", "sent", "settings", "state", "tasks", "tokens", "transferred", "unresumed",
+        "pair", "prefill", "said", "sent", "settings", "state", "task", "tasks", "tokens", "transferred", "unresumed",
     )  # fmt: skip
 
     def __init__(self, call: Call, asked: Asked, settings: PairSettings, releases: Releases, tokens: int):
@@ -110,6 +110,7 @@ class Paired:
         self.answer: asyncio.Future[ResponseHead] | None = None  # decode's
         self.opening: Hold | None = None  # of decode's body
         self.tasks: tuple[asyncio.Task[Any], ...] = ()  # of the legs, where both are under way at once
+        self.task: asyncio.Task[Any] | None = None  # that makes the attempt, where it is not the exchange's own
         self.unresumed = "inexact"  # why an answer that decode dropped is passed on as such
 
     def become(self, state: State) -> None:
@@ -244,7 +245,7 @@ class Paired:
         """Give back all that is left, at once. May be called again."""
         state, self.state = self.state, State.DONE
         self.fetched()
-        self._cancel(self.tasks)
+        self._cancel(self.tasks if self.task is None else (self.task, *self.tasks))
         if state is State.STREAMING:  # decode has what prefill held
             self.prefill.end()
         else:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 
 from gateway.core.admission import Admission
 from gateway.core.backend import Backend
@@ -146,9 +147,9 @@ class Pairs:
         if connector.learns:
             await self._learn(call, paired)
         if connector.order is Order.CONCURRENT:
-            return await both(means, call, paired, tried, prefill(means, call, paired))
+            return await both(means, call, paired, tried, partial(prefill, means, call, paired))
         if connector.order is Order.DECODE_FIRST:
-            return await both(means, call, paired, tried, self._callbacks.prefill(means, call, paired))
+            return await both(means, call, paired, tried, partial(self._callbacks.prefill, means, call, paired))
         if connector.order is Order.SIDECAR:
             return await self._aside(call, paired, tried)
         if connector.order is Order.PROBE and (response := await probe(means, call, paired, tried)) is not None:

@@ -106,6 +106,7 @@ async def _answers(pairs: Pairs, call: Call, relay: SeamedRelay, aside: Call, wa
         asked = Asked(path, wanted)
         while True:
             paired = call.paired = pairs.begin(aside, asked, settings, tried)
+            paired.task = asyncio.current_task()
             means.admission.wake()  # only now: whoever has been dropped goes before those that wait
             try:
                 answers = is_fit(await pairs.attempt(aside, paired, tried))

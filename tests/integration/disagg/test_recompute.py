@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.integration.disagg.test_connectors import NAMES, options
+from tests.integration.disagg.test_phases import OFFSETS, QUICK, no_connections
 from tests.integration.test_migration import CHAT, PROMPT, WORDS, chunks_of, text_of, usage
 from tests.support import script as s
 from tests.support.client import RawClient
@@ -407,3 +409,36 @@ async def test_a_slow_reader(start_gateway: Start) -> None:
         assert text_of(answer.body) == "x" * 200_000 + "y" * 8_000_000
         client.fin()
         await at_rest(gateway, ledger, p, d)
+
+
+@pytest.mark.seconds(60)
+@pytest.mark.parametrize("name", ["nixl", "mooncake", "layerwise", "sglang", "moriio_read"])
+async def test_leaving_at_any_moment(start_gateway: Start, name: str) -> None:
+    """Six for each connector, or as many as TOKENPIPE_OFFSETS says, while answers are dropped after two tokens, all of them, so
+    that each moment is likely to be one of a resumption's. Then who stays gets all there is."""
+    chance = random.Random(name)
+    async with mocks(name, 2, 2) as both:
+        # who has finished and is told to stop before it has written its answer keeps KV that nobody can know of
+        gateway = await start_gateway(config=both.config(recompute="resume", prefill_grace=2, **QUICK))
+        await both.turn(both.prefills, ttft=0.02)
+        await both.turn(both.decodes, ttft=0.02, itl=0.005, fault="recomputed@token:2")
+
+        async def one(number: int) -> None:
+            client = await gateway.connect()
+            asked = [{"role": "user", "content": f"{number}: who are you?"}]
+            await client.send(s.post({**BODIES["chat"], "messages": asked, "stream": True, **COUNTED}))
+            await asyncio.sleep(chance.uniform(0.03, 0.2))
+            client.reset()
+
+        for first in range(0, 4 * OFFSETS, 8):
+            await asyncio.gather(*(one(first + number) for number in range(8)))
+        await both.at_rest(gateway)
+        found = await resumed(gateway)
+        assert found["dropped"] == sum(value for result, value in found.items() if result != "dropped")
+        assert found["done"] and "failed" not in found
+        await both.turn(both.all, ttft=0, itl=0, fault="")
+        body = {**BODIES["chat"], "stream": True, **COUNTED}
+        answer = await gateway.ask(s.post(body))
+        assert text_of(answer.body) == await undisturbed_text(PATHS["chat"], body)
+        await both.at_rest(gateway)
+        await no_connections(gateway, both)
