@@ -30,6 +30,7 @@ from gateway.core.retry import Retries
 from gateway.core.routing import Route
 from gateway.errors import Refusal
 from gateway.net.attempts import Attempts
+from gateway.net.body import HELD_JSON
 from gateway.net.call import Call, Upload
 from gateway.net.disagg.both import both
 from gateway.net.disagg.callbacks import Callbacks
@@ -110,7 +111,7 @@ class Pairs:
             call.lease.release()
             call.lease = None
         self.means.retries.request()
-        if settings.resume:
+        if settings.resume and len(upload.held) <= HELD_JSON:
             call.asked = upload
         tried: dict[str, list[Backend]] = {"encode": [], "prefill": [], "decode": []}
         while True:
