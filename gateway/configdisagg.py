@@ -48,6 +48,7 @@ class Disaggregation(Section, frozen=True):
     tool_choice: Literal["bypass", "auto", "pass"] = "bypass"  # a tool that must be called
     list_prompts: Literal["bypass", "reject"] = "bypass"
     prompt_logprobs: Literal["reject", "merge"] = "reject"
+    recompute: Literal["relay", "resume"] = "relay"  # an answer that decode drops under pressure (vLLM Ascend)
     cached_tokens: Literal["decode", "prefill"] = "decode"  # whose figure stands in the usage that clients get
     cache_threshold: Share = 0.8  # shared_storage: the part of a prompt that decode must have to go ahead alone
     metaserver: Metaserver = Metaserver()

@@ -79,6 +79,7 @@ DEFAULTS: dict[str, Any] = {
         "local_decode_fallback": False,
         "tool_choice": "bypass",
         "prompt_logprobs": "reject",
+        "recompute": "relay",
         "cached_tokens": "decode",
         "cache_threshold": 0.8,
         "list_prompts": "bypass",

@@ -47,6 +47,7 @@ def pair_settings(disaggregation: Disaggregation, callback: str = "") -> PairSet
         abort_unsafe=disaggregation.abort_unsafe or found.abort_in_transfer_unsafe,
         fallback=disaggregation.local_decode_fallback,
         cached_tokens=disaggregation.cached_tokens == "prefill",
+        resume=disaggregation.recompute == "resume",
         callback=callback,
     )
 

@@ -34,7 +34,7 @@ class _Usage(msgspec.Struct, gc=False):
     completion_tokens: int | None = None
 
 
-class _Delta(msgspec.Struct, gc=False):
+class Delta(msgspec.Struct, gc=False):
     role: Any = None
     content: str | None = None
     reasoning: Any = None
@@ -47,21 +47,21 @@ class _Delta(msgspec.Struct, gc=False):
 
 class _Choice(msgspec.Struct, gc=False):
     index: int = 0
-    delta: _Delta | None = None
+    delta: Delta | None = None
     text: str | None = None
     finish_reason: str | None = None
     token_ids: list[int] | None = None
 
 
-class _Chunk(msgspec.Struct, gc=False):
+class Chunk(msgspec.Struct, gc=False):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Any = None
     object: Any = None
 
 
-_decode = msgspec.json.Decoder(_Chunk).decode
-_NO_DELTA: Final = _Delta()
+read = msgspec.json.Decoder(Chunk).decode  # raises ValueError, RecursionError
+_NO_DELTA: Final = Delta()
 
 
 class Seam:
@@ -93,6 +93,7 @@ class Seam:
         self._second = False
         self._again = False  # nothing had been said before it: it is the whole answer
         self._before = 0  # tokens of all answers before
+        self._counted = True  # that is exact
         self._known: tuple[bytes, bytes] = (b"", b"")  # how its events begin, and how they are to begin
 
     # -- as a body's reader --------------------------------------------------------------------------------------------
@@ -116,6 +117,11 @@ class Seam:
     @property
     def ended(self) -> bool:
         return self._reader.done
+
+    @property
+    def mendable(self) -> bool:
+        """Whether another answer may go on, should this one's connection end here."""
+        return not self.lost
 
     def feed(self, data: bytes) -> list[bytes]:
         whole, before = self._reader.between, self.done
@@ -150,7 +156,7 @@ class Seam:
         self._reader = ChunkedReader()
         self._half, self._held, self.broke = b"", [], None
         self._second, self._again = True, not self._text
-        self._before, self._here = self._tokens or 0, 0
+        self._before, self._here, self._counted = self._tokens or 0, 0, self._tokens is not None
         self._known = (b"", b"")
 
     def give_up(self) -> list[bytes]:
@@ -176,7 +182,7 @@ class Seam:
             if self._raw:
                 passed.append(event)
             elif self.broke is not None:
-                self._held.append(event)
+                self._hold(event)
             else:
                 passed += self._judge(event)
         self._half = data[at:]
@@ -192,7 +198,7 @@ class Seam:
 
     def _judge(self, event: bytes) -> list[bytes]:
         """Take in what an event says. It passes, or another one in its place, or it is held back."""
-        data = event[5:].strip() if event.startswith(b"data:") else b""
+        data = payload(event)
         if data == b"[DONE]":
             if not self._finished:
                 return self._break(event)
@@ -201,7 +207,7 @@ class Seam:
         if not data and (event.startswith(b":") or not event.strip()):
             return [event]
         try:
-            chunk = _decode(data)
+            chunk = read(data)
         except (ValueError, RecursionError):
             return self._surrender_to(event)
         choices = chunk.choices
@@ -223,11 +229,15 @@ class Seam:
         self._held.append(event)
         return []
 
+    def _hold(self, event: bytes) -> None:
+        """What comes behind the event that broke it off."""
+        self._held.append(event)
+
     def _surrender_to(self, event: bytes) -> list[bytes]:
         self._surrender()
         return [event]
 
-    def _note(self, chunk: _Chunk, data: bytes) -> None:
+    def _note(self, chunk: Chunk, data: bytes) -> None:
         usage = chunk.usage
         if usage is not None and usage.prompt_tokens is not None and (self._again or not self._second):
             self._prompt = usage.prompt_tokens
@@ -238,14 +248,7 @@ class Seam:
         choice = chunk.choices[0]
         delta = choice.delta or _NO_DELTA
         self._role = self._role or delta.role is not None
-        if (
-            delta.reasoning
-            or delta.reasoning_content
-            or delta.tool_calls
-            or delta.function_call
-            or delta.refusal
-            or delta.audio
-        ):
+        if more_than_text(delta):
             self.lost = True
             self._text = []
             return
@@ -265,7 +268,7 @@ class Seam:
             if self._size > TEXT_MOST:
                 self._surrender()
 
-    def _rewritten(self, event: bytes, data: bytes, chunk: _Chunk) -> bytes:
+    def _rewritten(self, event: bytes, data: bytes, chunk: Chunk) -> bytes:
         """An event of an answer that goes on, as one of the first one's; empty where it has no place there."""
         if chunk.choices:
             choice = chunk.choices[0]
@@ -289,7 +292,7 @@ class Seam:
         self._known = event[: at + last], rewritten
         return rewritten + event[at + last :]
 
-    def _anew(self, data: bytes, chunk: _Chunk) -> bytes:
+    def _anew(self, data: bytes, chunk: Chunk) -> bytes:
         """The event written anew, without the role, and with usage of the whole."""
         said: dict[str, Any] = msgspec.json.decode(data)
         said |= {key: msgspec.Raw(value) for key, value in self._same.items() if key in said}
@@ -302,7 +305,7 @@ class Seam:
     def _usage(self, said: dict[str, Any], usage: _Usage) -> dict[str, Any] | None:
         if self._again:
             return said
-        if self._prompt is None or self._tokens is None or usage.completion_tokens is None:
+        if self._prompt is None or not self._counted or usage.completion_tokens is None:
             return None
         both = self._before + usage.completion_tokens
         said.pop("prompt_tokens_details", None)  # of the second prompt, which is no business of the client's
@@ -313,12 +316,17 @@ class Seam:
         }
 
 
+def payload(event: bytes) -> bytes:
+    """What one event says; nothing where it has other lines before that."""
+    return event[5:].strip() if event.startswith(b"data:") else b""
+
+
 def _is_one(piece: bytes) -> bool:
     """Whether it is one whole event, with LF line ends."""
     return piece.endswith(b"\n\n") and piece.find(b"\n\n") == len(piece) - 2 and b"\r" not in piece
 
 
-def _more_than_text(delta: _Delta) -> bool:
+def more_than_text(delta: Delta) -> bool:
     called = delta.tool_calls or delta.function_call
     return bool(called or delta.reasoning or delta.reasoning_content or delta.refusal or delta.audio)
 

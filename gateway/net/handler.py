@@ -268,13 +268,13 @@ class Gateway:
         exchange, client, relay = call.exchange, call.client, call.relay
         assert isinstance(relay, Relay)
         if isinstance(relay, migrate.SeamedRelay):
-            await migrate.ended(self._attempts, call, relay)
+            await (migrate.ended(self._attempts, call, relay) if call.paired is None else self.pairs.ended(call, relay))
         else:
             await relay.done
         exchange.phase = _DONE
         relay.let_go()
-        assert call.connection is not None
-        self._keep_or_drop(call, call.connection)
+        if call.connection is not None:  # else it ended as a disaggregated answer that nobody went on with
+            self._keep_or_drop(call, call.connection)
         if client.buffered:
             client.watch_taking(time.monotonic())
             await client.flushed()
@@ -348,7 +348,7 @@ class Gateway:
         del self.live[id(call)]
         call.client.call = call.client.source = None
         if call.paired is not None:
-            self.pairs.closed(call.paired)
+            self.pairs.closed(call, call.paired)
         call.let_go()
         if relay is not None:
             relay.close()

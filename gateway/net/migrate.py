@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gateway.core import headers
 from gateway.core.backend import Backend
 from gateway.core.continuation import continuation
+from gateway.core.disagg.recompute import RecomputedSeam
 from gateway.core.head import CHUNKED, ResponseHead
 from gateway.core.outcome import BACKEND_FAILURES, Outcome
 from gateway.core.routing import Route
@@ -44,13 +45,16 @@ def seam(call: Call, response: ResponseHead) -> Seam | None:
     upload, head, route = call.asked, call.request.head, call.route
     assert upload is not None
     assert route is not None
-    if not _is_fit(response) or head is None or not head.minor:
+    if not is_fit(response) or head is None or not head.minor:
         return None
     wanted = continuation(route.path, upload.held)  # as it was sent: an alias may have changed it
-    return None if wanted is None else Seam(wanted)
+    if wanted is None:
+        return None
+    return Seam(wanted) if call.paired is None else RecomputedSeam(wanted)
 
 
-def _is_fit(response: ResponseHead) -> bool:
+def is_fit(response: ResponseHead) -> bool:
+    """Whether it is a stream that can be read."""
     streams = response.framing is CHUNKED and headers.is_event_stream(response)
     return response.status == 200 and streams and not headers.is_coded(response)
 
@@ -58,18 +62,18 @@ def _is_fit(response: ResponseHead) -> bool:
 class SeamedRelay(Relay):
     """A relay whose backend may be another one in the end. `left`: why the backend has left the stream; None: it is over."""
 
-    __slots__ = ("_seam", "left")
+    __slots__ = ("left", "seam")
 
     def __init__(self, seam: Seam, *arguments: Any):
         super().__init__(*arguments)
-        self._seam = seam
+        self.seam = seam
         self.left: asyncio.Future[Ended | None] = self.client.loop.create_future()
 
     def _careful(self, data: bytes, now: float) -> None:
         if self.left.done():
             return
         super()._careful(data, now)
-        seam = self._seam
+        seam = self.seam
         if seam.ended and seam.broke is not None and not self.done.done():
             self._leave(Ended(seam.broke))
 
@@ -79,7 +83,7 @@ class SeamedRelay(Relay):
 
     def fail(self, failure: BaseException) -> None:
         mended = isinstance(failure, Ended) and failure.outcome in _MENDED_ELSEWHERE
-        if mended and not self._seam.lost and not self.left.done() and not self.done.done():
+        if mended and self.seam.mendable and not self.left.done() and not self.done.done():
             assert isinstance(failure, Ended)
             self.connection.drop()
             self._leave(failure)
@@ -102,14 +106,14 @@ class SeamedRelay(Relay):
     @property
     def wanted(self) -> bytes | None:
         """The request for the rest, if it may be asked for."""
-        return self._seam.body()
+        return self.seam.body()
 
     def go_on(self, connection: Connection) -> None:
         """With what comes on this connection: an answer to the seam's request, of which the head has been read."""
         pending, now = connection.pending, time.monotonic()
         self.connection, self.began, self.last = connection, now, now
         self.left = self.client.loop.create_future()
-        self._seam.go_on()
+        self.seam.go_on()
         connection.hand_over(self)
         if self.paused and not connection.lost:
             connection.transport.pause_reading()
@@ -119,7 +123,7 @@ class SeamedRelay(Relay):
 
     def give_up(self, why: Ended) -> None:
         """Nobody goes on: it ends as its backend ended it."""
-        held = self._seam.give_up()
+        held = self.seam.give_up()
         out = self._encoded(held)
         if out:
             self._write(out)
@@ -128,7 +132,7 @@ class SeamedRelay(Relay):
             self.body_octets += len(piece)
             if self.meter is not None:
                 self.meter.feed(piece, now)
-        if self._seam.done:
+        if self.seam.done:
             self._finish()
         else:
             super().fail(why)
@@ -180,7 +184,7 @@ async def _asked(attempts: Attempts, call: Call, relay: SeamedRelay, leg: Leg, u
         if not relay.done.done():
             answer = task.result()
             if isinstance(answer, ResponseHead):
-                found = leg if _is_fit(answer) else None
+                found = leg if is_fit(answer) else None
             elif isinstance(answer, (UpstreamFailed, EngineRefused)):
                 attempts.failed(leg, answer)
         return found

@@ -46,6 +46,7 @@ class PairSettings(NamedTuple):
     abort_unsafe: bool = False
     fallback: bool = False
     cached_tokens: bool = False  # of the client's usage: as prefill said them
+    resume: bool = False  # what decode drops under pressure is gone on with, where that is exact
     callback: str = ""
 
 
@@ -79,13 +80,17 @@ class PairObserver(Protocol):
     def stranded(self, connector: str, tokens: int) -> None:
         """KV that nobody will fetch."""
 
-    def recomputed(self) -> None: ...
+    def recomputed(self) -> None:
+        """An engine has dropped an answer under pressure."""
+
+    def resumed(self, result: str) -> None:
+        """What came of such an answer, where it may be gone on with."""
 
 
 class Paired:
     __slots__ = (
         "_releases", "answer", "answered", "asked", "call", "conversation", "edits", "handoff", "holding", "missed", "opening",
-        "pair", "prefill", "said", "sent", "settings", "state", "tasks", "tokens", "transferred",
+        "pair", "prefill", "said", "sent", "settings", "state", "task", "tasks", "tokens", "transferred", "unresumed",
     )  # fmt: skip
 
     def __init__(self, call: Call, asked: Asked, settings: PairSettings, releases: Releases, tokens: int):
@@ -105,6 +110,8 @@ class Paired:
         self.answer: asyncio.Future[ResponseHead] | None = None  # decode's
         self.opening: Hold | None = None  # of decode's body
         self.tasks: tuple[asyncio.Task[Any], ...] = ()  # of the legs, where both are under way at once
+        self.task: asyncio.Task[Any] | None = None  # that makes the attempt, where it is not the exchange's own
+        self.unresumed = "inexact"  # why an answer that decode dropped is passed on as such
 
     def become(self, state: State) -> None:
         if state not in NEXT[self.state] and state is not State.DONE:
@@ -238,7 +245,7 @@ class Paired:
         """Give back all that is left, at once. May be called again."""
         state, self.state = self.state, State.DONE
         self.fetched()
-        self._cancel(self.tasks)
+        self._cancel(self.tasks if self.task is None else (self.task, *self.tasks))
         if state is State.STREAMING:  # decode has what prefill held
             self.prefill.end()
         else:

@@ -29,7 +29,8 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request. `prompts` are texts, or counts of tokens where the client sent tokens; `n` answers to each.
-    `words_only`: the API knows neither reasoning nor tools."""
+    `words_only`: the API knows neither reasoning nor tools. `begun`: text whose end may be the beginning of the answer, which
+    is gone on with then."""
 
     body: Body
     prompt_tokens: int
@@ -45,6 +46,7 @@ class Ask:
     continuous_usage: bool = False
     stream_interval: int | None = None
     words_only: bool = False
+    begun: str = ""
 
     @property
     def choices(self) -> int:
@@ -104,6 +106,7 @@ def build(
     length_fields: Sequence[str],
     openai: bool = False,
     words_only: bool = False,
+    begun: str = "",
 ) -> Ask:
     """Draw an `Ask` from a body whose prompts were counted already. `length_fields`: who of them is set first, wins.
 
@@ -133,6 +136,7 @@ def build(
         include_usage=include_usage,
         stream_interval=_interval(body),
         words_only=words_only,
+        begun=begun,
         # Alone it does nothing: that is how vLLM reads it.
         continuous_usage=include_usage and boolean(options, "continuous_usage_stats"),
     )

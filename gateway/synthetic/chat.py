@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from gateway.synthetic.ask import Ask, Body, Limits, build, listed, texts_of_messages
+from gateway.synthetic.ask import Ask, Body, Limits, boolean, build, listed, texts_of_messages
 from gateway.synthetic.dialect import FINGERPRINT, Accounts, created, full_usage, openai_failure
 from gateway.synthetic.generation import Generation, Step
+from gateway.synthetic.refusals import bad_request
 from gateway.synthetic.speech import TOOL, Part, Sort
 from gateway.synthetic.text import count_tokens, json_string, json_text
 from gateway.synthetic.wire import Event, Mark
@@ -27,8 +28,10 @@ class Chat:
 
     @staticmethod
     def read(body: Body, limits: Limits) -> Ask:
-        prompt = count_tokens(texts_of_messages(listed(body, "messages")))
-        return build(body, limits, [prompt], length_fields=("max_completion_tokens", "max_tokens"), openai=True)
+        messages = listed(body, "messages")
+        prompt = count_tokens(texts_of_messages(messages))
+        lengths = ("max_completion_tokens", "max_tokens")
+        return build(body, limits, [prompt], length_fields=lengths, openai=True, begun=_begun(body, messages))
 
     def opening(self) -> Iterator[Event]:
         if self._early:
@@ -131,3 +134,12 @@ class Chat:
             f'"finish_reason":{finish},"token_ids":null}}]{counted}{tail}}}',
             Mark.OUTPUT if reason is None else Mark.FINISH,
         )
+
+
+def _begun(body: Body, messages: list[Any]) -> str:
+    """The message that is to be gone on with. vLLM's words where it is told to begin another one as well."""
+    if not boolean(body, "continue_final_message"):
+        return ""
+    if body.get("add_generation_prompt") is None or boolean(body, "add_generation_prompt"):
+        raise bad_request("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+    return "".join(texts_of_messages(messages[-1:]))

@@ -26,8 +26,10 @@ class Completions:
     @staticmethod
     def read(body: Body, limits: Limits) -> Ask:
         boolean(body, "echo")
-        prompts = [count_tokens([prompt]) if isinstance(prompt, str) else len(prompt) for prompt in _prompts(body)]
-        return build(body, limits, prompts, length_fields=("max_tokens",), openai=True, words_only=True)
+        asked = _prompts(body)
+        begun = asked[0] if len(asked) == 1 and isinstance(asked[0], str) else ""
+        prompts = [count_tokens([prompt]) if isinstance(prompt, str) else len(prompt) for prompt in asked]
+        return build(body, limits, prompts, length_fields=("max_tokens",), openai=True, words_only=True, begun=begun)
 
     def opening(self) -> Iterator[Event]:
         yield from ()

@@ -109,6 +109,10 @@ class Generation:
         # A request that brings its own seed gets the same words whenever and wherever it is asked.
         self._source = f"{plan.seed}:{plan.index}" if ask.seed is None else f"asked:{ask.seed}"
         self._choices = self._speeches(self._source)
+        if ask.begun and ask.choices == 1 and self._layout.simple:
+            followed = self._choices[0].follow(ask.begun)
+            if followed:  # what is left of it
+                self.length, self._ending, self._layout = _extent(engine, ask, plan, followed)
         self._simple = self._layout.simple and not behaviour.hidden
         # Whether each step is of one token: `_take` stays what it is.
         interval = behaviour.stream_interval if ask.stream_interval is None else ask.stream_interval
@@ -447,14 +451,12 @@ class Generation:
         self._engine.leave(self)
 
 
-def _extent(engine: Engine, ask: Ask, plan: Plan) -> tuple[int, str, Layout]:
-    """How many tokens, why it ends there, and which of them are what."""
+def _extent(engine: Engine, ask: Ask, plan: Plan, followed: int = 0) -> tuple[int, str, Layout]:
+    """How many tokens, why it ends there, and which of them are what. `followed`: so many were said before."""
     behaviour = plan.behaviour
     reasoning, calls = (0, 0) if ask.words_only else (behaviour.reasoning, behaviour.tools)
-    natural = max(
-        behaviour.tokens.count(plan.random("length", drawn=behaviour.tokens.drawn), plan.index - 1, ask.prompt_tokens),
-        ask.min_tokens,
-    )
+    drawn = behaviour.tokens.count(plan.random("length", drawn=behaviour.tokens.drawn), plan.index - 1, ask.prompt_tokens)
+    natural = max(drawn - followed, ask.min_tokens, 1)
     natural = max(natural, reasoning + calls * CALL_TOKENS + 1) if reasoning or calls else natural
     room = max(1, engine.max_model_len - ask.prompt_tokens // ask.prompts)
     asked = ask.max_tokens

@@ -6,6 +6,7 @@ of an API can hold: a step of several tokens that goes from reasoning over to wo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +19,9 @@ TOOL: Final = "get_weather"
 # The first token of a call is its name; the rest are its arguments, as the recorded ones were cut.
 _ARGUMENTS: Final = ("{", '"city"', ": ", '"東京"', ', "days"', ": 3", "}")
 CALL_TOKENS: Final = 1 + len(_ARGUMENTS)
+
+
+FOLLOWED_MOST: Final = 1024
 
 
 class Sort(Enum):
@@ -66,6 +70,22 @@ class Speech:
         text = next(source) if tokens == 1 else "".join([next(source) for _ in range(tokens)])
         self._text.append(text)
         return text
+
+    def follow(self, begun: str) -> int:
+        """Go on behind what stands at the end of `begun` already. Returns how many tokens that is, `FOLLOWED_MOST` at most."""
+        ahead = [next(self._source)]
+        text = ahead[0]
+        followed = int(begun.endswith(text))
+        if text in begun:
+            for token in itertools.islice(self._source, FOLLOWED_MOST - 1):
+                ahead.append(token)
+                text += token
+                if len(text) > len(begun):
+                    break
+                if begun.endswith(text):
+                    followed = len(ahead)
+        self._source = itertools.chain(ahead[followed:], self._source)
+        return followed
 
     def take(self, number: int, tokens: int) -> list[tuple[Sort, int, str]]:
         """The tokens after the `number`-th: sort, call and text of each run of one sort."""

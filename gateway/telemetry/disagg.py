@@ -36,7 +36,8 @@ _COUNTERS = (
     ("stranded_tokens", "Prompt tokens of these, about.", "connector"),
     ("fallback", "Requests whose prompt decode computed itself, as disaggregation.local_decode_fallback allows.", "reason"),
     ("bypass", "Requests that one backend served by choice.", "reason"),
-    ("recomputed", "Answers in which the engine says that it dropped the request (vLLM Ascend's recomputed).", ""),
+    ("recomputed", "Times that an engine said that it dropped the request (vLLM Ascend's recomputed).", ""),
+    ("resumed", "What came of these, where disaggregation.recompute is resume: done, or why it was passed on.", "result"),
 )
 
 
@@ -86,6 +87,9 @@ class PairTallies:
 
     def recomputed(self) -> None:
         self.counts["recomputed"][""] += 1
+
+    def resumed(self, result: str) -> None:
+        self.counts["resumed"][result] += 1
 
     def _observe(self, name: str, exchange: Exchange, connector: str, seconds: float) -> None:
         found, pair = self._times[name], (self._model_of(exchange), connector)

@@ -171,6 +171,9 @@ async def test_every_panel_has_data(start_gateway: Start, upstream: RawUpstream,
                 assert {"instance": 1, "model": 2, "backend": 2}[variable["name"]] <= len(values)
 
 
+DROPPED = s.event({"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "stop", "stop_reason": "recomputed"}]})
+
+
 @pytest.mark.seconds(60)
 async def test_every_panel_of_prefill_and_decode_has_data(start_gateway: Start, tmp_path: Path) -> None:
     image = {"type": "image_url", "image_url": {"url": "http://pictures/a"}}
@@ -180,6 +183,7 @@ async def test_every_panel_of_prefill_and_decode_has_data(start_gateway: Start, 
         "bypass": {**s.CHAT, "max_tokens": 1},
         "fallback": {**s.CHAT, "user": "fails"},
         "gone": {**s.CHAT, "user": "waits"},
+        "dropped": {**s.CHAT, "user": "drops"},
     }
     async with contextlib.AsyncExitStack() as stack:
         (p,), (d,), ledger = await stack.enter_async_context(pairs.engines())
@@ -188,15 +192,17 @@ async def test_every_panel_of_prefill_and_decode_has_data(start_gateway: Start, 
         stack.push_async_callback(encoder.stop)
         prefill, quick, slow = pairs.prefill(ledger), pairs.decode(ledger), pairs.decode(ledger, seconds=0.2)
 
+        drops = pairs.decode(ledger, s.stream(DROPPED, s.DONE))
+
         async def at_p(wire: HttpWire, request: Message) -> None:
             fails = request.json().get("user") == "fails"
             await (s.reply(500, b"{}") if fails else prefill)(wire, request)
 
         async def at_d(wire: HttpWire, request: Message) -> None:
-            await (slow if request.json().get("user") == "waits" else quick)(wire, request)
+            await {"waits": slow, "drops": drops}.get(request.json().get("user"), quick)(wire, request)
 
         p.script, d.script = at_p, at_d
-        said = json.loads(pairs.config([p], [d], disaggregation={"local_decode_fallback": True}))
+        said = json.loads(pairs.config([p], [d], disaggregation={"local_decode_fallback": True, "recompute": "resume"}))
         said["backends"].append({"url": encoder.url, "role": "encode"})
         gateway = await start_gateway(config=json.dumps({**said, "breaker": {"failures": 10**6}}))
         database = await stack.enter_async_context(prometheus(gateway, tmp_path))

@@ -10,7 +10,7 @@ from gateway.cli import run
 from gateway.synthetic import server
 from tests.support.client import RawClient
 from tests.support.messages import Message
-from tests.synthetic.conftest import CHAT, metric, request, standing_still
+from tests.synthetic.conftest import CHAT, COMPLETIONS, metric, request, standing_still
 from tests.synthetic.trial import Trial, chunks, contents, finishes, sees
 
 
@@ -162,6 +162,27 @@ async def interval_asked_for(t: Trial) -> None:
 async def own_seed(t: Trial) -> None:
     mocks = [await t.start(seed=seed) for seed in (1, 2)]
     assert len({(await t.ask("", mock=mock, seed=1)).text() for mock in mocks * 2}) == 1
+
+
+@sees('"continue_final_message": true')
+async def goes_on(t: Trial) -> None:
+    """Wherever it was cut: the rest is what is left, and no more of it than may be. Only behind what this seed says."""
+    await t.start(tokens=9)
+    whole = contents(await t.ask("", seed=1))
+    assert len(whole) == 8 + 1
+    for cut in (1, 5, 8):
+        said = {"role": "assistant", "content": "Behind what was begun: " + "".join(whole[:cut])}
+        begun = {"messages": [{"role": "user", "content": "hi"}, said], "seed": 1, "add_generation_prompt": False}
+        assert contents(await t.ask("", continue_final_message=True, **begun)) == whole[cut:]
+        assert len(contents(await t.ask("", continue_final_message=True, max_tokens=2, **begun))) == min(2, 9 - cut)
+        assert contents(await t.ask("", **begun)) == whole
+        assert contents(await t.ask("", continue_final_message=True, **{**begun, "seed": 2})) != whole[cut:]
+    refused = await t.ask("", continue_final_message=True, messages=[said])
+    assert (refused.status, b"add_generation_prompt" in refused.body) == (400, True)
+    prompt = {"path": COMPLETIONS, "seed": 1, "max_tokens": 20}
+    whole = [chunk["choices"][0]["text"] for chunk in chunks(await t.ask("", prompt="Once", **prompt))]
+    rest = [chunk["choices"][0]["text"] for chunk in chunks(await t.ask("", prompt="Once" + "".join(whole[:4]), **prompt))]
+    assert rest == whole[4:]
 
 
 @sees("a reader that pauses")

@@ -229,7 +229,8 @@ async def recomputed(t: Trial) -> None:
         assert (last["finish_reason"], last["stop_reason"]) == ("stop", "recomputed")
         whole = (await t.ask(path=path, stream=None)).json()["choices"][0]
         assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", "recomputed")
-    assert (await t.ask()).events()[-1] == "[DONE]"
+    answer = await t.ask(stream_options={"include_usage": True})
+    assert answer.events()[-1] == "[DONE]" and chunks(answer)[-1]["usage"]["completion_tokens"] == 2
     assert t.mock.running == 0
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
 
 from gateway.core.backend import Backend
 from gateway.core.head import ResponseHead
@@ -18,13 +19,13 @@ T = TypeVar("T")
 
 
 async def both(
-    means: Means, call: Call, paired: Paired, tried: list[Backend], prefilling: Coroutine[Any, Any, None]
+    means: Means, call: Call, paired: Paired, tried: list[Backend], prefilling: Callable[[], Awaitable[None]]
 ) -> ResponseHead:
     """Both legs together, as neither engine gets on without the other. The first one that fails ends the other; decode's
     first octet proves the transfer, and what prefill says then is read beside the stream, never before it."""
     prefill: asyncio.Task[Exception | None] = means.tasks.spawn(_outcome(prefilling), "prefill leg")
     decoding: asyncio.Task[ResponseHead | Exception] = means.tasks.spawn(
-        _outcome(decode(means, call, paired, tried)), "decode leg"
+        _outcome(partial(decode, means, call, paired, tried)), "decode leg"
     )
     paired.tasks = (prefill, decoding)
     try:
@@ -50,9 +51,9 @@ async def both(
     return outcome
 
 
-async def _outcome(leg: Coroutine[Any, Any, T]) -> T | Exception:
-    """What it returns, or how it failed."""
+async def _outcome(leg: Callable[[], Awaitable[T]]) -> T | Exception:
+    """What it returns, or how it failed. Where it is cancelled before it has begun, there is nothing that nobody awaits."""
     try:
-        return await leg
+        return await leg()
     except (LegFailed, Refusal, EngineRefused) as failure:
         return failure

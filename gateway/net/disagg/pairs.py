@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 
 from gateway.core.admission import Admission
 from gateway.core.backend import Backend
@@ -29,6 +30,7 @@ from gateway.core.retry import Retries
 from gateway.core.routing import Route
 from gateway.errors import Refusal
 from gateway.net.attempts import Attempts
+from gateway.net.body import HELD_JSON
 from gateway.net.call import Call, Upload
 from gateway.net.disagg.both import both
 from gateway.net.disagg.callbacks import Callbacks
@@ -38,9 +40,11 @@ from gateway.net.disagg.encode import encode
 from gateway.net.disagg.mishaps import another, last
 from gateway.net.disagg.prefill import prefill
 from gateway.net.disagg.probe import probe
+from gateway.net.disagg.resume import ended
 from gateway.net.disagg.turns import Turns
 from gateway.net.fleet import Fleet
 from gateway.net.learning import Learning
+from gateway.net.migrate import SeamedRelay
 from gateway.net.paired import Paired, PairObserver, PairSettings
 from gateway.net.releases import Releases
 from gateway.net.tasks import Tasks
@@ -63,72 +67,90 @@ class Pairs:
         tasks: Tasks,
         waiting: Waiting,
     ):
-        self._means = Means(fleet, admission, retries, observer, told, attempts, watch, tasks)
+        self.means = Means(fleet, admission, retries, observer, told, attempts, watch, tasks)
         self._turns = Turns(fleet, admission, waiting)
         self._learning = Learning()
         self._callbacks = Callbacks()
         self.called_back = self._callbacks.take
         self.releases = Releases(tasks, told.released, told.stranded)
 
-    def closed(self, paired: Paired) -> None:
-        """Its exchange is over, however it went."""
-        meter = paired.call.exchange.meter
+    def closed(self, call: Call, paired: Paired) -> None:
+        """The exchange is over, however it went."""
+        meter = call.exchange.meter
         if meter is not None and meter.recomputed:
-            self._means.told.recomputed()
+            self.means.told.recomputed()
+            if paired.settings.resume:
+                self.means.told.resumed(paired.unresumed)
         paired.part()
+
+    async def ended(self, call: Call, relay: SeamedRelay) -> None:
+        """Wait for the end of a stream, which an engine may drop. Raises Ended."""
+        await ended(self, call, relay)
 
     def or_one(self, settings: PairSettings, head: RequestHead, route: Route) -> Pairs | Attempts:
         """Who sees to a request: two backends, or one as ever."""
-        return self if route.path in settings.paths and head.method == b"POST" and not route.loopback else self._means.attempts
+        return self if route.path in settings.paths and head.method == b"POST" and not route.loopback else self.means.attempts
 
     async def response(self, call: Call, head: RequestHead, route: Route, upload: Upload) -> ResponseHead:
         """As `Attempts.response`, whose part it takes. Raises Refusal."""
         settings = call.policy.pairs
         assert settings is not None
-        fleet = self._means.fleet
+        fleet = self.means.fleet
         while not self._can_serve(call) and call.aim is not None and call.aim.go_on(call):
             pass  # an alias' next model
         asked = Asked(route.path, upload.held)
         bypass = self._bypass(call, asked, settings)
         if bypass is not None:
-            self._means.told.bypassed(bypass)
+            self.means.told.bypassed(bypass)
             fleet.pick_whole(call)
             if fleet.of("encode", call).backends and (refused := await self._encoded(call, asked, settings)) is not None:
                 return refused
             octets = settings.connector.alone(asked, _ALONE).body
-            return await self._means.attempts.response(call, head, route, Upload(octets, len(octets)))
+            return await self.means.attempts.response(call, head, route, Upload(octets, len(octets)))
         if call.lease is not None:  # of the queue's, which knows of no legs
             call.lease.release()
             call.lease = None
-        self._means.retries.request()
+        self.means.retries.request()
+        if settings.resume and len(upload.held) <= HELD_JSON:
+            call.asked = upload
         tried: dict[str, list[Backend]] = {"encode": [], "prefill": [], "decode": []}
         while True:
             paired = await self._taken(call, head, asked, settings, tried)
-            call.exchange.attempts += 1
             try:
-                await encode(self._means, call, paired, tried["encode"])
-                return await self._attempt(call, paired, tried["decode"])
+                return await self.attempt(call, paired, tried)
             except LegFailed as failed:
-                if isinstance(failed.cause, HandoffMissing) and failed.cause.early:
-                    self._learning.cap(failed.backend.name)
-                if not another(self._means, call, failed, tried):
-                    return await last(self._means, call, paired, failed)
-                self._means.observer.retried(call.exchange, failed.word)
-                if paired.pair is not None:
-                    self._learning.forget(paired.pair.prefill)
-                if failed.leg is not None:
-                    failed.leg.end()
-                self._end(call, paired)
+                if not self.tries_again(call, paired, failed, tried):
+                    return await last(self.means, call, paired, failed)
 
-    async def _attempt(self, call: Call, paired: Paired, tried: list[Backend]) -> ResponseHead:
+    def tries_again(self, call: Call, paired: Paired, failed: LegFailed, tried: dict[str, list[Backend]]) -> bool:
+        """Whether there is another attempt after this one, which then has given back all that it had."""
+        if isinstance(failed.cause, HandoffMissing) and failed.cause.early:
+            self._learning.cap(failed.backend.name)
+        if not another(self.means, call, failed, tried):
+            return False
+        self.means.observer.retried(call.exchange, failed.word)
+        if paired.pair is not None:
+            self._learning.forget(paired.pair.prefill)
+        if failed.leg is not None:
+            failed.leg.end()
+        self.end(call, paired)
+        return True
+
+    async def attempt(self, call: Call, paired: Paired, tried: dict[str, list[Backend]]) -> ResponseHead:
         """Raises LegFailed, Refusal, EngineRefused."""
-        means, connector = self._means, paired.settings.connector
+        call.exchange.attempts += 1
+        await encode(self.means, call, paired, tried["encode"])
+        return await self._legs(call, paired, tried["decode"])
+
+    async def _legs(self, call: Call, paired: Paired, tried: list[Backend]) -> ResponseHead:
+        """Raises LegFailed, Refusal, EngineRefused."""
+        means, connector = self.means, paired.settings.connector
         if connector.learns:
             await self._learn(call, paired)
         if connector.order is Order.CONCURRENT:
-            return await both(means, call, paired, tried, prefill(means, call, paired))
+            return await both(means, call, paired, tried, partial(prefill, means, call, paired))
         if connector.order is Order.DECODE_FIRST:
-            return await both(means, call, paired, tried, self._callbacks.prefill(means, call, paired))
+            return await both(means, call, paired, tried, partial(self._callbacks.prefill, means, call, paired))
         if connector.order is Order.SIDECAR:
             return await self._aside(call, paired, tried)
         if connector.order is Order.PROBE and (response := await probe(means, call, paired, tried)) is not None:
@@ -144,13 +166,13 @@ class Pairs:
             call.paired = paired = Paired(call, asked, settings, self.releases, 0)
             paired.pair = _ALONE._replace(attempt=f"{random.getrandbits(128):032x}")
             try:
-                await encode(self._means, call, paired, tried["encode"])
+                await encode(self.means, call, paired, tried["encode"])
             except LegFailed as failed:
-                if not another(self._means, call, failed, tried):
-                    return await last(self._means, call, paired, failed)
+                if not another(self.means, call, failed, tried):
+                    return await last(self.means, call, paired, failed)
                 if failed.leg is not None:
                     failed.leg.end()
-                self._means.observer.retried(call.exchange, failed.word)
+                self.means.observer.retried(call.exchange, failed.word)
                 paired.end()
                 continue
             paired.end()
@@ -161,11 +183,11 @@ class Pairs:
     def gone(self, paired: Paired) -> None:
         """Its client has left."""
         if paired.state is not State.DONE:
-            self._means.told.parted(paired.state.value)
+            self.means.told.parted(paired.state.value)
             paired.part()
 
     def _can_serve(self, call: Call) -> bool:
-        fleet = self._means.fleet
+        fleet = self.means.fleet
         return fleet.serves_whole(call) or all(fleet.of(role, call).routable for role in ("prefill", "decode"))
 
     def _bypass(self, call: Call, asked: Asked, settings: PairSettings) -> str | None:
@@ -175,7 +197,7 @@ class Pairs:
             return bypass.value
         if settings.connector.serves_alone and len(asked.body.octets) < settings.min_prompt_bytes:
             return "short"
-        fleet = self._means.fleet
+        fleet = self.means.fleet
         if not all(fleet.of(role, call).routable for role in ("prefill", "decode")) and fleet.serves_whole(call):
             return "no_pair"
         return None
@@ -185,26 +207,26 @@ class Pairs:
     async def _taken(
         self, call: Call, head: RequestHead, asked: Asked, settings: PairSettings, tried: dict[str, list[Backend]]
     ) -> Paired:
-        """As `_begin`; the first time, when there is room for it. Raises Refusal."""
+        """As `begin`; the first time, when there is room for it. Raises Refusal."""
         taken: list[Paired | Refusal] = []
 
         def take() -> None:
             try:
-                taken.append(self._begin(call, asked, settings, tried))
+                taken.append(self.begin(call, asked, settings, tried))
             except Refusal as refusal:
                 taken.append(refusal)
 
         if any(tried.values()) or not await self._turns.wait(call, head, take):
-            return self._begin(call, asked, settings, tried)
+            return self.begin(call, asked, settings, tried)
         call.exchange.selected = time.monotonic()
         (found,) = taken
         if isinstance(found, Refusal):
             raise found
         return found
 
-    def _begin(self, call: Call, asked: Asked, settings: PairSettings, tried: dict[str, list[Backend]]) -> Paired:
+    def begin(self, call: Call, asked: Asked, settings: PairSettings, tried: dict[str, list[Backend]]) -> Paired:
         """An attempt with both of its backends leased. Raises Refusal."""
-        fleet, exchange, tokens = self._means.fleet, call.exchange, min(asked.tokens, TOKENS_MOST)
+        fleet, exchange, tokens = self.means.fleet, call.exchange, min(asked.tokens, TOKENS_MOST)
         paired = Paired(call, asked, settings, self.releases, tokens)
         prefill = fleet.pick_of("prefill", call, paired.prefill, tried["prefill"], tokens)
         if prefill is None:
@@ -234,7 +256,7 @@ class Pairs:
         )
         return paired
 
-    def _end(self, call: Call, paired: Paired) -> None:
+    def end(self, call: Call, paired: Paired) -> None:
         """Of an attempt that failed."""
         paired.give_up()
         paired.end()
@@ -242,7 +264,7 @@ class Pairs:
         lease, call.lease = call.lease, None
         if lease is not None:
             lease.release()
-        self._means.admission.wake()
+        self.means.admission.wake()
 
     async def _learn(self, call: Call, paired: Paired) -> None:
         pair, lease = paired.pair, paired.prefill.lease
@@ -250,7 +272,7 @@ class Pairs:
         try:
             engine = await self._learning.of(call, paired.settings.connector, pair.prefill)
         except Refusal as failure:
-            self._means.blame(paired.prefill.exchange, lease.backend, failure)
+            self.means.blame(paired.prefill.exchange, lease.backend, failure)
             raise LegFailed("prefill", lease.backend, failure) from None
         paired.pair = pair._replace(prefill=engine, rank=random.choice(list(engine.engine_ids)))
 
@@ -261,6 +283,6 @@ class Pairs:
         request = paired.settings.connector.decode(paired.asked, paired.pair)
         paired.become(State.DECODE_WAIT)
         try:
-            return await decode(self._means, call, paired, tried, request)
+            return await decode(self.means, call, paired, tried, request)
         finally:
             paired.prefill.end()
