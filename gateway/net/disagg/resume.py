@@ -4,7 +4,7 @@ The relay waits, as it does for a migration (`net.migrate`), while a request for
 attempt like any other, with its own id and leases, and as many tries as `retry` allows. It is written on a call aside, so that
 the exchange's own record stays that of a stream under way; `Call.others` and `Call.paired` have whatever ends the exchange end
 the new legs too, in the way of the state that they are in (`core.disagg.parting`). Where nobody goes on, the engine's marker
-passes to the client, as with `recompute: relay`.
+passes to the client, as with `recompute: relay`; where that has been done three times before, the stream is cut.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ async def ended(pairs: Pairs, call: Call, relay: SeamedRelay) -> None:
     assert isinstance(seam, RecomputedSeam)
     while (why := await relay.left) is not None:
         wanted = relay.wanted
+        if wanted is None and seam.spent:  # whoever asked for whole answers does not get one that only looks so (pd.md 6.7)
+            told.recomputed()
+            told.resumed("most")
+            relay.fail(Ended(Outcome.STREAM_ERROR, "the decode engine has dropped the answer once more"))
+            break
         if wanted is None:
-            _passes_on(call, "most" if seam.spent else "inexact")
+            _passes_on(call, "inexact")
             relay.give_up(why)
             break
         result = "ended"
