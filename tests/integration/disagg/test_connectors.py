@@ -52,6 +52,22 @@ async def test_the_text_of_one_engine(start_gateway: Start, name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", NAMES)
+async def test_a_decode_that_takes_no_connections(start_gateway: Start, name: str, tmp_path: Path) -> None:
+    """What prefill was told of that one, it must be told anew of the other one: else the two never meet."""
+    async with mocks(name, 1, 2, **options(name, tmp_path)) as engines:
+        gateway = await start_gateway(config=engines.config(release_timeout=1))
+        gone, other = engines.decodes
+        await gone.stop()
+        engines.decodes.remove(gone)
+        for seed in range(3):  # whichever of them is tried first
+            body = {**BODIES["chat"], "stream": True, "seed": seed}
+            answer = await gateway.ask(request(PATHS["chat"], body))
+            assert (answer.status, answer.text()) == (200, await undisturbed(PATHS["chat"], body))
+        await engines.at_rest(gateway)
+        assert other.running == 0 == await engines.counted("recomputed")
+
+
+@pytest.mark.parametrize("name", NAMES)
 async def test_leaving_at_any_moment(start_gateway: Start, name: str, tmp_path: Path) -> None:
     """Fifty clients, streaming and not, each at a random moment of an exchange; then one that stays gets what it is to get."""
     chance = random.Random(name)

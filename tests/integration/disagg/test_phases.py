@@ -28,7 +28,7 @@ TOGETHER = 10  # clients at once
 QUICK: dict[str, Any] = {"release_cap": 64, "admission_grace": 1.0, "pool": {"idle": 0.3}}
 
 # engines that keep what nobody fetches for as long as they like, as no proxy can have it freed
-KEEPING = ("p2p_nccl", "offloading_p2p", "moriio_write", *STORES)
+KEEPING = ("offloading_p2p", "moriio_write", *STORES)
 
 # knobs of prefill and of decode that make this phase last 80 ms, and the span of the moments; both ends are in it
 PHASES = {
