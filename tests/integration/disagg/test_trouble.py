@@ -51,12 +51,35 @@ async def test_a_key_that_an_engine_does_not_know(start_gateway: Start, side: st
         (entry,) = await gateway.logged()
         assert (entry["status"], entry["outcome"]) == (401, "upstream_status")
         assert entry["backend"] == f"127.0.0.1:{locks.port}"
-        if side == "decode":
-            ledger.held.clear()  # an engine of nixl tells prefill of what it refuses
         answer = await gateway.ask(s.post(fields=[("Authorization", "Bearer sesame")]))
         assert answer.body == b"".join(OUTPUT)
         assert {r[-1].get("authorization") for r in (p.requests, d.requests)} == {"Bearer sesame"}
         await at_rest(gateway, ledger, p, d)
+        stranded = await gateway.metric("tokenpipe_pd_stranded_total", connector="nixl")
+        assert stranded == len(ledger.held) == (side == "decode")  # who turns away the request does not tell prefill of it
+
+
+@pytest.mark.parametrize("status", [302, 401, 404, 413, 415, 429])
+async def test_who_turns_requests_away_before_decode_has_read_them(start_gateway: Start, status: int) -> None:
+    """A proxy's or a middleware's answer: nobody has told prefill to let go, so that it is asked for once more, or counted."""
+    async with engines() as ((p,), (d,), ledger):
+        d.script = s.in_turn(s.reply(status, b"{}", [s.JSON_TYPE, ("retry-after", "7")]), decode(ledger))
+        gateway = await start_gateway(config=config([p], [d]))
+        answer = await gateway.ask()
+        assert (answer.status, answer.get("retry-after"), len(p.requests)) == (status, "7", 1)
+        await fetched(ledger, 1)
+        await at_rest(gateway, ledger, p, d)
+        assert await gateway.metric("tokenpipe_pd_release_total", result="done") == 1
+        assert await gateway.metric("tokenpipe_pd_stranded_total") == 0
+
+
+async def test_another_decode_where_one_is_full(start_gateway: Start) -> None:
+    async with engines(1, 2) as ((p,), ds, ledger):
+        ds[0].script = s.reply(429, b"{}")
+        gateway = await start_gateway(config=config([p], ds, disaggregation={"hold": 1, "release_timeout": 1}))
+        for _ in range(3):
+            assert (await gateway.ask()).status == 200
+        await at_rest(gateway, ledger, p, *ds)
 
 
 async def test_keys_of_the_engines_own(start_gateway: Start, tmp_path: Path) -> None:
