@@ -178,7 +178,7 @@ class Paired:
         """KV that prefill holds, and what `decode` is to be sent so that it is freed."""
         settings, octets = self.settings, None
         assert self.pair is not None
-        if settings.release and connections is not None:
+        if settings.release and connections is not None and (settings.connector.asks_again or not self.sent):
             request = settings.connector.release(self.asked, self.pair, handoff)
             octets = None if request is None else self.octets(request, connections.origin)
         return Released(

@@ -22,6 +22,7 @@ class P2pNccl(Connector):
     paths = frozenset((b"/v1/chat/completions", b"/v1/completions"))
     serves_alone = False
     several = False  # it asserts on the ids of children
+    asks_again = False  # whoever waits for what is gone waits for ever, and the whole engine with it
     reusable = False  # the id that P was sent names D
 
     def prefill(self, asked: Asked, pair: Pair, posted: bytes = b"") -> Leg:

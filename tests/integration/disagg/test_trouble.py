@@ -17,7 +17,7 @@ from tests.support import script as s
 from tests.support.disagg import Start
 from tests.support.gateway import Gateway, until
 from tests.support.messages import HttpWire, Message
-from tests.support.pairs import OUTPUT, at_rest, config, decode, engines, fetched, prefill
+from tests.support.pairs import OUTPUT, Ledger, at_rest, config, decode, engines, fetched, prefill
 from tests.support.script import Script
 from tests.support.tls import Certificates
 
@@ -120,6 +120,23 @@ async def test_both_are_dead(start_gateway: Start, stream: bool) -> None:
         answer = await gateway.ask()
         assert (answer.status, answer.get("x-gateway-error")) == (503, "no_backend")
         await at_rest(gateway, ledger, p, d)
+
+
+async def test_p2p_nccl_is_not_asked_for_what_may_be_gone(start_gateway: Start) -> None:
+    """Its decode waits for ever, with all that it serves, for KV that it has had: once it has been asked, no other leg follows
+    under the same id, and what may lie there is counted."""
+    async with engines() as ((p,), (d,), _):
+        p.script, d.script = s.reply(200, b"{}"), s.in_turn(s.vanish, s.stream(*OUTPUT))
+        given = json.loads(config([p], [d], disaggregation={"connector": "p2p_nccl"}))
+        for backend in given["backends"]:
+            backend["connector"] = {"kv_port": 9}
+        gateway = await start_gateway(config=json.dumps(given))
+        assert (await gateway.ask()).body == b"".join(OUTPUT)
+        await at_rest(gateway, Ledger(), p, d)
+        assert len({request.get("x-request-id") for request in d.requests}) == len(d.requests) == len(p.requests) == 2
+        samples = await gateway.metrics()
+        assert samples.value("tokenpipe_pd_stranded_total", connector="p2p_nccl") == 1
+        assert samples.value("tokenpipe_pd_release_total") == 0
 
 
 @contextlib.contextmanager
