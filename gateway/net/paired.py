@@ -48,6 +48,7 @@ class PairSettings(NamedTuple):
     cached_tokens: bool = False  # of the client's usage: as prefill said them
     resume: bool = False  # what decode drops under pressure is gone on with, where that is exact
     callback: str = ""
+    named: bool = False  # prefill is whom the request names in a header field, as llm-d's sidecars are told
 
 
 class PairObserver(Protocol):
