@@ -52,6 +52,7 @@ class Disaggregation(Section, frozen=True):
     cached_tokens: Literal["decode", "prefill"] = "decode"  # whose figure stands in the usage that clients get
     cache_threshold: Share = 0.8  # shared_storage: the part of a prompt that decode must have to go ahead alone
     metaserver: Metaserver = Metaserver()
+    prefiller_header: Literal["ignore", "follow"] = "ignore"  # x-prefiller-host-port of a request says who prefills (llm-d)
     override_remote_host: bool = False  # decode gets prefill's host as it stands in the configuration
 
 

@@ -84,6 +84,7 @@ DEFAULTS: dict[str, Any] = {
         "cache_threshold": 0.8,
         "list_prompts": "bypass",
         "metaserver": {"listen": None, "url": None},
+        "prefiller_header": "ignore",
         "override_remote_host": False,
     },
     "timeouts": {

@@ -49,6 +49,7 @@ def pair_settings(disaggregation: Disaggregation, callback: str = "") -> PairSet
         cached_tokens=disaggregation.cached_tokens == "prefill",
         resume=disaggregation.recompute == "resume",
         callback=callback,
+        named=disaggregation.prefiller_header == "follow",
     )
 
 

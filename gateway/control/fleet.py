@@ -8,6 +8,7 @@ listed by a source (`GET /-/backends/out` has those), or what only drains; anyth
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -154,8 +155,12 @@ def _instances(content: dict[str, Any]) -> tuple[str, list[str]]:
     """The type, and the URLs. Raises ConfigError."""
     role, instances = content.get("type"), content.get("instances")
     if role not in ROLES:
-        raise ConfigError(f"the body: type: found {str(role)[:80]!r}; expected prefill or decode")
+        found = "nothing" if role is None else repr(str(role)[:80])
+        raise ConfigError(f"the body: type: found {found}; expected prefill or decode")
     listed = [instances] if isinstance(instances, str) else instances
     if not isinstance(listed, list) or not 0 < len(listed) <= ADDED_MOST or not all(isinstance(one, str) for one in listed):
         raise ConfigError(f"the body: instances: expected HOST:PORT, or a list of 1 to {ADDED_MOST} of them")
+    for one in listed:
+        if "://" not in one and not re.search(r":[^:\]]*$", one):
+            raise ConfigError(f"the body: instances: found {one[:80]!r}; expected HOST:PORT, an IPv6 address in brackets")
     return role, [one if "://" in one else f"http://{one}" for one in dict.fromkeys(listed)]

@@ -112,6 +112,9 @@ class Membership:
             held = self._holder(member)
             if held is not None and (held.name, held.place) != (member.name, member.place):
                 raise Taken(f"{held.name} is at {held.place.url}: remove it first, or add another name and another URL")
+            listed = held is not None and member.name not in added
+            if held is not None and listed and "both" != member.role != held.role != "both":
+                raise Taken(f"{held.name} is listed as a {held.role} backend: change its role there, and reload")
             if held is None or member.name in added:
                 added[member.name] = member
             taken_out.pop(member.name, None)

@@ -16,7 +16,7 @@ from gateway.core.backend import Backend, Holding
 from gateway.core.disagg.asked import Asked
 from gateway.core.disagg.base import GENERATING, OWNED_FIELDS, Connector, Handoff, Pair
 from gateway.core.disagg.base import Leg as Request
-from gateway.core.disagg.parting import NEXT, Parting, State, parting
+from gateway.core.disagg.parting import NEXT, TELLING, Parting, State, parting
 from gateway.core.exchange import Exchange
 from gateway.core.head import ResponseHead
 from gateway.net.call import Call
@@ -38,7 +38,7 @@ class PairSettings(NamedTuple):
     prefill_timeout: float | None = None
     hold: float = 30.0
     release: bool = True
-    notifies: bool = True  # a decode engine that refuses a request tells the prefill engine to let go
+    notifies: bool = True  # a decode engine that refuses a request tells the prefill engine to let go (`parting.TELLING`)
     release_timeout: float = 30.0
     release_cap: int = 4
     admission_grace: float = 5.0
@@ -48,6 +48,7 @@ class PairSettings(NamedTuple):
     cached_tokens: bool = False  # of the client's usage: as prefill said them
     resume: bool = False  # what decode drops under pressure is gone on with, where that is exact
     callback: str = ""
+    named: bool = False  # prefill is whom the request names in a header field, as llm-d's sidecars are told
 
 
 class PairObserver(Protocol):
@@ -143,6 +144,12 @@ class Paired:
         if holding is not None:
             holding.end()
 
+    def refused(self, status: int) -> None:
+        """Decode has answered with an error, which is the client's."""
+        if not self.settings.notifies or status not in TELLING:
+            self.give_up()
+        self.fetched()
+
     def part(self) -> None:
         """The exchange ends, whatever state this is in: what must outlive it is handed on. May be called again."""
         found = parting(
@@ -172,7 +179,7 @@ class Paired:
         """KV that prefill holds, and what `decode` is to be sent so that it is freed."""
         settings, octets = self.settings, None
         assert self.pair is not None
-        if settings.release and connections is not None:
+        if settings.release and connections is not None and (settings.connector.asks_again or not self.sent):
             request = settings.connector.release(self.asked, self.pair, handoff)
             octets = None if request is None else self.octets(request, connections.origin)
         return Released(

@@ -150,6 +150,36 @@ async def test_a_sidecar(start_gateway: Start) -> None:
         await at_rest(gateway, Ledger(), p, d)
 
 
+@pytest.mark.parametrize("field", ["x-prefiller-host-port", "X-LLM-D-Prefiller-Host-Port"])
+async def test_as_a_sidecar(start_gateway: Start, field: str) -> None:
+    """The other way round: the request says who prefills; only backends of the configuration are asked."""
+    async with engines(2, 2) as (ps, ds, ledger):
+        gateway = await start_gateway(config=config(ps, ds, disaggregation={"prefiller_header": "follow"}))
+
+        def asks(*places: str) -> bytes:
+            return s.post(fields=[(field, ",".join(places))])
+
+        name, other = (f"127.0.0.1:{p.port}" for p in ps)
+        for _ in range(4):
+            assert (await gateway.ask(asks(name))).status == 200
+        assert [len(p.requests) for p in ps] == [4, 0]
+        assert all(request.get(field) is None for one in (*ps, *ds) for request in one.requests)
+        nobodies = ("169.254.169.254:80", f"127.0.0.1:{ds[0].port}", f"{name},evil:1")
+        for place, status in (*((place, 403) for place in nobodies), ("x", 400)):
+            answer = await gateway.ask(asks(place))
+            assert (answer.status, b"x-prefiller-host-port" in answer.body) == (status, True)
+        assert (await gateway.ask()).status == 200  # nobody is named: decode alone
+        assert await gateway.metric("tokenpipe_pd_bypass_total", reason="unnamed") == 1
+        assert [len(p.requests) for p in ps] == [4, 0]
+        ps[0].script = s.reply(500, b"{}")
+        assert (await gateway.ask(asks(name))).status == 500
+        assert (await gateway.ask(asks(name, other))).status == 200  # any of those that are named
+        assert len(ps[1].requests) == 1
+        await gateway.admin(s.post({"type": "prefill", "instances": other}, "/instances/remove"))
+        assert (await gateway.ask(asks(other))).status == 403
+        await at_rest(gateway, ledger, *ps, *ds)
+
+
 # ---- Mooncake: what must be known of prefill beforehand
 
 

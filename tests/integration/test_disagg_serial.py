@@ -329,6 +329,18 @@ async def test_decode_dies_mid_stream(start_gateway: Start) -> None:
         await at_rest(gateway, ledger, p, d)
 
 
+async def test_28_a_transfer_that_fails_within_the_stream(start_gateway: Start) -> None:
+    """Once something has passed there is no other attempt: the error is the client's to see, octet for octet, and counted."""
+    async with engines() as ((p,), (d,), ledger):
+        d.script = decode(ledger, s.stream(OUTPUT[0], KV_FAILED, s.DONE))
+        gateway = await start_gateway(config=config([p], [d]))
+        answer = await gateway.ask()
+        assert (answer.status, answer.body) == (200, OUTPUT[0] + KV_FAILED + s.DONE)
+        assert (len(p.requests), len(d.requests)) == (1, 1)
+        assert (await gateway.logged())[0]["outcome"] == "stream_error"
+        await at_rest(gateway, ledger, p, d)
+
+
 # ---- balancing, membership, times
 
 

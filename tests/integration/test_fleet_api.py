@@ -174,7 +174,11 @@ async def test_what_is_refused(start_gateway: Start, tmp_path: Path) -> None:
                 (add(url=one.url, name="again"), 409, f"{place(one)} is at {one.url}: remove it first"),
                 (drain("nobody"), 404, "there is no backend nobody; GET /-/backends names them"),
                 (instances("add", type="both", instances="a:1"), 400, "type: found 'both'; expected prefill or decode"),
+                (instances("add", instances="a:1"), 400, "type: found nothing; expected prefill or decode"),
                 (instances("add", type="decode"), 400, "instances: expected HOST:PORT, or a list"),
+                (instances("add", type="decode", instances=["a"]), 400, "found 'a'; expected HOST:PORT, an IPv6 address in"),
+                (instances("add", type="decode", instances="[::1]"), 400, "found '[::1]'; expected HOST:PORT"),
+                (instances("add", type="decode", instances="::1:80"), 400, "'http://::1:80'; expected http://HOST[:PORT]"),
                 (instances("add", type="decode", instances=["a:1", "b:x"]), 400, "url: found 'http://b:x'"),
                 (instances("remove", type="decode", instances="a:1"), 404, "none of these is a decode instance"),
             ):
@@ -243,6 +247,20 @@ async def test_instances(start_gateway: Start) -> None:
         assert [(b["name"], b["role"]) for b in await states(gateway)] == [(place(three), "prefill")]
         for client in clients:
             client.fin()
+
+
+async def test_a_role_that_is_listed_is_not_changed_in_passing(start_gateway: Start) -> None:
+    """Who asks for it is told so, in force or taken out: an answer of 200 would mean that it decodes now."""
+    async with fleet(1) as (one,):
+        gateway = await start_gateway(config={"health": SLOW, "backends": [{"url": one.url, "role": "prefill"}]}, ready=False)
+        for _ in range(2):
+            answer = await gateway.admin(instances("add", type="decode", instances=place(one)))
+            assert answer.status == 409
+            assert f"{place(one)} is listed as a prefill backend" in answer.json()["error"]["message"]
+            await gateway.admin(instances("remove", type="prefill", instances=place(one)))
+        answer = await gateway.admin(instances("add", type="prefill", instances=place(one)))
+        assert answer.json()["current_prefill_instances"] == [place(one)]
+        assert answer.json()["current_decode_instances"] == []
 
 
 async def test_a_token_is_asked(start_gateway: Start, tmp_path: Path) -> None:

@@ -182,6 +182,7 @@ class Connector(abc.ABC):
     paths: ClassVar[frozenset[bytes]] = GENERATING
     lists: ClassVar[bool] = False  # several prompts in one request can be handed over
     several: ClassVar[bool] = True  # n > 1 works
+    asks_again: ClassVar[bool] = True  # a D that has had the request may be asked to free KV: what is gone already it says
     reusable: ClassVar[bool] = True  # params may go to another D if the first one provably got no octet of the request
     shape: ClassVar[Shape] = Shape()
 

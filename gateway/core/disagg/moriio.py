@@ -34,6 +34,7 @@ class MoriioRead(Nixl):
     hold = 30.0
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"prefill": PORTS, "decode": PORTS}
     ranked = True
+    reusable = False  # P was told where D is
     flagged = False
     required = ("remote_engine_id", "remote_block_ids", "transfer_id")
 
@@ -72,6 +73,7 @@ class MoriioWrite(Connector):
     release_policy = Release.NEVER
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"prefill": PORTS, "decode": PORTS}
     ranked = True
+    reusable = False  # P was told where D is
 
     def prefill(self, asked: Asked, pair: Pair, posted: bytes = b"") -> Leg:
         decode = pair.decode

@@ -68,6 +68,11 @@ PARTINGS: Final[Mapping[State, Parting]] = {
 }
 
 
+# With these D's serving layer refuses a request that it has read: it tells P to let go (vLLM 41269). What is in front of it
+# (keys, paths, limits) knows nothing of KV, and what broke tells nobody.
+TELLING: Final = frozenset((400, 422))
+
+
 def parting(state: State, *, holds: bool, unsafe: bool) -> Parting:
     """`holds`: P keeps KV until D has it. `unsafe`: D must not be aborted between its request and its first octet."""
     found = PARTINGS[state]

@@ -1,17 +1,18 @@
 """llm-d's routing sidecar: it stands before D, and is told by a header field which P to use (pd.md 5.14, 3.L).
 
-Both directions: `Sidecar` drives sidecars; `prefillers` reads that field for a gateway which is itself the sidecar.
+Both directions: `Sidecar` drives sidecars; `named` reads that field for a gateway which is itself the sidecar.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Final
 
 from gateway.core.disagg.asked import Asked
 from gateway.core.disagg.base import GENERATING, Bypass, Connector, Engine, Handoff, Leg, Order, Pair, Release, bracketed
+from gateway.core.head import Field
 from gateway.errors import Refusal
 
 PREFILLER: Final = b"x-prefiller-host-port"
@@ -42,6 +43,19 @@ class Sidecar(Connector):
 
 def place(engine: Engine) -> bytes:
     return f"{bracketed(engine.host)}:{engine.port}".encode()
+
+
+def named(fields: Iterable[Field], engines: Iterable[Engine]) -> frozenset[str] | None:
+    """Which of these prefill engines a request's header fields name; None where they name none. Raises Refusal, 400 or 403."""
+    values = [value for name, _, value, _ in fields if name in (PREFILLER, PREFILLER_NEW)]
+    if not values:
+        return None
+    known: dict[tuple[str, int], str] = {(_plain(engine.host), engine.port): engine.name for engine in engines}
+    return frozenset(known[place] for place in prefillers(b",".join(values), known.keys()))
+
+
+def _plain(host: str) -> str:
+    return str(ipaddress.IPv6Address(host)) if _is_v6(host) else host.lower()
 
 
 def prefillers(field: bytes, allowed: Collection[tuple[str, int]]) -> list[tuple[str, int]]:

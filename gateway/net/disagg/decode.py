@@ -70,9 +70,9 @@ async def decode(
             means.told.decoding(exchange, name, now - paired.sent)
         if paired.holding is not None:
             means.told.held(name, now - paired.answered)
-    elif not settings.notifies:
-        paired.give_up()
-    paired.fetched()
+        paired.fetched()
+    else:
+        paired.refused(response.status)
     if paired.state is State.DECODE_WAIT:
         paired.become(State.STREAMING)
     return response

@@ -29,8 +29,9 @@ def another(means: Means, call: Call, failed: LegFailed, tried: dict[str, list[B
     tried[failed.side].append(failed.backend)
     if failed.side != "decode" and not _others(means.fleet.of(failed.side, call), tried[failed.side]):
         return False
+    full = failed.response is not None and failed.response.status == 429  # a fresh prefill is no room there
     unreached = failed.cause is not None and failed.cause.code in ("upstream_connect", "timeout_connect")
-    if failed.side == "decode" and unreached and not _others(means.fleet.of("decode", call), tried["decode"]):
+    if failed.side == "decode" and (unreached or full) and not _others(means.fleet.of("decode", call), tried["decode"]):
         return False
     # a kept connection that proved stale says nothing of the engine: no attempt of the operator's
     return means.retries.another(call.exchange.attempts - (failed.word == "stale_connection"))
@@ -48,9 +49,7 @@ async def last(means: Means, call: Call, paired: Paired, failed: LegFailed) -> R
         if response is not None:
             return relayed(means, call, paired, response, paired.prefill)
     elif response is not None:
-        if not paired.settings.notifies or response.status >= 500:  # what broke tells nobody
-            paired.give_up()
-        paired.fetched()
+        paired.refused(response.status)
         if paired.state is State.DECODE_WAIT:
             paired.become(State.STREAMING)
         return response

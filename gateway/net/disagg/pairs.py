@@ -23,6 +23,7 @@ from gateway.core.backend import Backend
 from gateway.core.disagg.asked import Asked
 from gateway.core.disagg.base import Engine, HandoffMissing, Order, Pair
 from gateway.core.disagg.parting import State
+from gateway.core.disagg.sidecar import named
 from gateway.core.exchange import Observer
 from gateway.core.head import RequestHead, ResponseHead
 from gateway.core.load import TOKENS_MOST
@@ -99,7 +100,10 @@ class Pairs:
         while not self._can_serve(call) and call.aim is not None and call.aim.go_on(call):
             pass  # an alias' next model
         asked = Asked(route.path, upload.held)
+        others = self._unnamed(call, head) if settings.named else []
         bypass = self._bypass(call, asked, settings)
+        if bypass is None and others is None and settings.connector.serves_alone:
+            bypass = "unnamed"
         if bypass is not None:
             self.means.told.bypassed(bypass)
             fleet.pick_whole(call)
@@ -113,7 +117,7 @@ class Pairs:
         self.means.retries.request()
         if settings.resume and len(upload.held) <= HELD_JSON:
             call.asked = upload
-        tried: dict[str, list[Backend]] = {"encode": [], "prefill": [], "decode": []}
+        tried: dict[str, list[Backend]] = {"encode": [], "prefill": others or [], "decode": []}
         while True:
             paired = await self._taken(call, head, asked, settings, tried)
             try:
@@ -186,6 +190,12 @@ class Pairs:
             self.means.told.parted(paired.state.value)
             paired.part()
 
+    def _unnamed(self, call: Call, head: RequestHead) -> list[Backend] | None:
+        """All prefill backends but those that the request names; None where it names none. Raises Refusal."""
+        backends, engines = self.means.fleet.of("prefill", call).backends, self.means.fleet.engines
+        wanted = named(head.fields, [engines[backend.name] for backend in backends])
+        return None if wanted is None else [backend for backend in backends if backend.name not in wanted]
+
     def _can_serve(self, call: Call) -> bool:
         fleet = self.means.fleet
         return fleet.serves_whole(call) or all(fleet.of(role, call).routable for role in ("prefill", "decode"))
@@ -216,7 +226,7 @@ class Pairs:
             except Refusal as refusal:
                 taken.append(refusal)
 
-        if any(tried.values()) or not await self._turns.wait(call, head, take):
+        if call.exchange.attempts or not await self._turns.wait(call, head, take):
             return self.begin(call, asked, settings, tried)
         call.exchange.selected = time.monotonic()
         (found,) = taken

@@ -50,7 +50,7 @@ TABLE = {
     "mooncake": (Order.CONCURRENT, 480, Release.ALWAYS),
     "mooncake_ascend": (Order.SERIAL, 480, Release.ALWAYS),
     "layerwise": (Order.DECODE_FIRST, 0, Release.NEVER),
-    "p2p_nccl": (Order.SERIAL, 0, Release.NEVER),
+    "p2p_nccl": (Order.SERIAL, 480, Release.ALWAYS),
     "moriio_read": (Order.SERIAL, 30, Release.ALWAYS),
     "moriio_write": (Order.CONCURRENT, 0, Release.NEVER),
     "lmcache": (Order.SERIAL, 0, Release.NEVER),
@@ -74,7 +74,7 @@ def test_a_release_leg_is_there_where_the_policy_wants_one(name: str) -> None:
     if leg is not None:
         body = said(leg)
         assert (body["stream"], body["max_tokens"], body["max_completion_tokens"], body["n"]) == (False, 1, 1, 1)
-        assert "kv_transfer_params" in body and "min_tokens" not in body
+        assert ("kv_transfer_params" in body) is (name != "p2p_nccl") and "min_tokens" not in body
 
 
 @pytest.mark.parametrize("name", CONNECTORS)
@@ -109,6 +109,14 @@ def test_one_id_an_attempt(name: str) -> None:
     assert ATTEMPT.encode() in ids.pop()
     for leg in legs(name, asked):
         assert all(field.lower() in OWNED_FIELDS for field, _ in leg.fields)
+
+
+@pytest.mark.parametrize("name", [name for name in CONNECTORS if name != "sidecar"])
+def test_another_decode_takes_over_only_where_prefill_was_told_of_none(name: str) -> None:
+    """One that takes no connection may be replaced after prefill was asked: not where that has sent KV to its address."""
+    of, asked = connector(name), ask(max_tokens=9)
+    other = MORIIO._replace(decode=MORIIO.decode._replace(name="d2", host="10.0.0.9", kv_host=None))
+    assert of.reusable is (of.prefill(asked, MORIIO, b"{}") == of.prefill(asked, other, b"{}"))
 
 
 @pytest.mark.parametrize("name", [name for name in CONNECTORS if name not in ("sglang", "sidecar")])

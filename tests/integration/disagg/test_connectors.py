@@ -13,7 +13,7 @@ import pytest
 
 from gateway.configdisagg import Connector
 from tests.support.disagg import BODIES, PATHS, Start, mocks, said, undisturbed
-from tests.support.gateway import until
+from tests.support.gateway import Gateway, until
 from tests.support.script import post
 
 NAMES = [name for name in Connector.__args__ if name != "sidecar"]
@@ -49,6 +49,63 @@ async def test_the_text_of_one_engine(start_gateway: Start, name: str, tmp_path:
         assert await engines.held() == 0
         samples = await gateway.metrics()
         assert samples.value("tokenpipe_pd_stranded_total") == samples.value("tokenpipe_pd_fallback_total") == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+async def test_7_several_choices(start_gateway: Start, name: str, stream: bool, tmp_path: Path) -> None:
+    """One prefill, four choices, and nothing is left; or a refusal that says which connector cannot."""
+    async with mocks(name, **options(name, tmp_path)) as engines:
+        gateway = await start_gateway(config=engines.config())
+        answer = await gateway.ask(request(PATHS["chat"], BODIES["chat"], stream=stream, n=4))
+        if name == "p2p_nccl":  # its engines assert on the ids of the choices
+            assert answer.status == 400 and b"p2p_nccl" in answer.body
+        else:
+            assert answer.status == 200 and answer.complete, answer.body
+            said = events(answer.body) if stream else [answer.json()]
+            assert {choice["index"] for one in said for choice in one["choices"]} == set(range(4))
+        await engines.at_rest(gateway)
+        assert await engines.held() == await engines.counted("recomputed") == 0
+        assert await gateway.metric("tokenpipe_pd_stranded_total") == 0
+        await over(gateway)
+
+
+async def over(gateway: Gateway) -> None:
+    """Before the engines are: else it looks after them in the very moment in which they end."""
+    gateway.signal(15)
+    await gateway.stopped()
+
+
+def events(body: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: {")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_40_content_types(start_gateway: Start, name: str, tmp_path: Path) -> None:
+    async with mocks(name, **options(name, tmp_path)) as engines:
+        gateway = await start_gateway(config=engines.config())
+        for path, body in zip(PATHS.values(), BODIES.values(), strict=True):
+            for stream, wanted in ((True, "text/event-stream; charset=utf-8"), (False, "application/json")):
+                assert (await gateway.ask(request(path, body, stream=stream))).get("content-type") == wanted
+        await engines.at_rest(gateway)
+        await over(gateway)
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_decode_that_takes_no_connections(start_gateway: Start, name: str, tmp_path: Path) -> None:
+    """What prefill was told of that one, it must be told anew of the other one: else the two never meet."""
+    async with mocks(name, 1, 2, **options(name, tmp_path)) as engines:
+        gateway = await start_gateway(config=engines.config(release_timeout=1))
+        gone, other = engines.decodes
+        await gone.stop()
+        engines.decodes.remove(gone)
+        for seed in range(3):  # whichever of them is tried first
+            body = {**BODIES["chat"], "stream": True, "seed": seed}
+            answer = await gateway.ask(request(PATHS["chat"], body))
+            assert (answer.status, answer.text()) == (200, await undisturbed(PATHS["chat"], body))
+        await engines.at_rest(gateway)
+        assert other.running == 0 == await engines.counted("recomputed")
+        await over(gateway)
 
 
 @pytest.mark.parametrize("name", NAMES)
