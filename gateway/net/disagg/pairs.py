@@ -100,7 +100,7 @@ class Pairs:
         while not self._can_serve(call) and call.aim is not None and call.aim.go_on(call):
             pass  # an alias' next model
         asked = Asked(route.path, upload.held)
-        others = self._unnamed(call, head) if settings.named else []
+        others = self.unnamed(call) if settings.named else []
         bypass = self._bypass(call, asked, settings)
         if bypass is None and others is None and settings.connector.serves_alone:
             bypass = "unnamed"
@@ -190,10 +190,11 @@ class Pairs:
             self.means.told.parted(paired.state.value)
             paired.part()
 
-    def _unnamed(self, call: Call, head: RequestHead) -> list[Backend] | None:
+    def unnamed(self, call: Call) -> list[Backend] | None:
         """All prefill backends but those that the request names; None where it names none. Raises Refusal."""
+        assert call.request.head is not None
         backends, engines = self.means.fleet.of("prefill", call).backends, self.means.fleet.engines
-        wanted = named(head.fields, [engines[backend.name] for backend in backends])
+        wanted = named(call.request.head.fields, [engines[backend.name] for backend in backends])
         return None if wanted is None else [backend for backend in backends if backend.name not in wanted]
 
     def _can_serve(self, call: Call) -> bool:

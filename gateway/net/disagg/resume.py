@@ -105,10 +105,11 @@ async def _answers(pairs: Pairs, call: Call, relay: SeamedRelay, aside: Call, wa
     assert call.paired is not None and call.route is not None
     paired, path = call.paired, call.route.path
     settings, means = paired.settings, pairs.means
-    tried: dict[str, list[Backend]] = {"encode": [], "prefill": [], "decode": [dropped]}
     answers = False
     try:
         asked = Asked(path, wanted)
+        others = pairs.unnamed(aside) if settings.named else None
+        tried: dict[str, list[Backend]] = {"encode": [], "prefill": others or [], "decode": [dropped]}
         while True:
             paired = call.paired = pairs.begin(aside, asked, settings, tried)
             paired.task = asyncio.current_task()
