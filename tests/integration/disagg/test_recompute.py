@@ -82,6 +82,19 @@ async def resumed(gateway: Gateway) -> dict[str, float]:
     return found | {"dropped": samples.value("tokenpipe_pd_recomputed_total")}
 
 
+async def test_it_is_prefilled_where_the_request_says(start_gateway: Start) -> None:
+    """prefiller_header: follow holds for the rest of an answer, too."""
+    async with engines(2, 2) as (ps, ds, ledger):
+        engine = Engine(ledger, 4)
+        for d in ds:
+            d.script = engine.script
+        gateway = await start_gateway(config=on(ps, ds, disaggregation={"prefiller_header": "follow"}))
+        answer = await gateway.ask(s.post(ASKED, fields=[("x-prefiller-host-port", f"127.0.0.1:{ps[1].port}")]))
+        assert text_of(answer.body) == "".join(WORDS)
+        assert [len(p.requests) for p in ps] == [0, 2]
+        await at_rest(gateway, ledger, *ps, *ds)
+
+
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "completions"])
 @pytest.mark.parametrize("words", [0, 4, 8])
 async def test_it_goes_on(start_gateway: Start, chat: bool, words: int) -> None:
