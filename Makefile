@@ -28,7 +28,7 @@ ifeq ($(filter --backend% -c% --config%,$(ARGS)),)
 	@echo "  curl -N http://127.0.0.1:$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\"
 	@echo "    -d '{\"model\": \"synthetic\", \"messages\": [{\"role\": \"user\", \"content\": \"hi\"}], \"stream\": true}'"
 	@echo
-	@echo 'and look on in a browser: http://127.0.0.1:9400/-/dashboard'
+	@echo 'and look on in a browser: /-/dashboard at the admin address that it names (http://127.0.0.1:9400/-/dashboard)'
 	@echo
 endif
 	@exec $(RUN) -m gateway serve $(SERVE_PORT) $(ARGS)

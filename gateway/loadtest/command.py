@@ -35,6 +35,7 @@ from gateway.loadtest.settings import Settings, build
 from gateway.loadtest.statistics import check_tester, errors, measure, success_rule
 
 Plan = tuple[list[list[Prompt]], list[list[float]]]  # of each endpoint: the prompts, and when they are sent
+_OF_RESULT = ("save_detailed", "result_dir", "result_filename")  # flags of no use without --save-result
 
 
 def loadtest(flags: Mapping[str, Any]) -> int:
@@ -49,19 +50,27 @@ def loadtest(flags: Mapping[str, Any]) -> int:
     _fits_memory(settings)
     if settings.save_result:
         _result_folder(settings)
+    elif unused := [flag for flag in _OF_RESULT if flags[flag]]:
+        names = " and ".join("--" + flag.replace("_", "-") for flag in unused)
+        _say(f"nothing is written for {names}: add --save-result")
     _take_descriptors()
-    with asyncio.Runner(loop_factory=_loop_factory()) as loop:
-        model, runs = loop.run(_load(settings))
-    measured = [_measured(settings, run) for run in runs]
-    for each in measured:
-        print(results.table(settings, each))
+    measured: list[Measured] = []
+
+    def ended(model: str, run: Run) -> None:
+        """A run's figures, once it is done: what a sweep has must not wait for its last rate."""
+        each = _measured(settings, run)
+        measured.append(each)
+        print(results.table(settings, each), flush=True)
         if settings.save_result:
-            path = results.result_path(settings, model, each.run)
+            path = results.result_path(settings, model, run)
             results.save(path, results.as_json(settings, model, each), settings.append_result)
             _say(f"the result is in {path}")
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as loop:
+        model = loop.run(_load(settings, ended))
     if measured:
         _draw(settings, model, measured)
-    if any(run.interrupted for run in runs) or len(runs) < len(settings.rates):
+    if any(each.run.interrupted for each in measured) or len(measured) < len(settings.rates):
         _say("interrupted: reported is what was finished")
         return 1
     if not any(metrics.completed for each in measured for metrics in each.metrics):
@@ -142,8 +151,8 @@ def _say(text: str) -> None:
 # -- the load ----------------------------------------------------------------------------------------------------------
 
 
-async def _load(settings: Settings) -> tuple[str, list[Run]]:
-    """The model that was asked for, and the runs that were done: fewer than rates, if interrupted."""
+async def _load(settings: Settings, ended: Callable[[str, Run], None]) -> str:
+    """The model that was asked for. `ended` is told it, and each run that is done: fewer than rates, if interrupted."""
     interrupt = Interrupt()
     with interrupt.watched():
         flags = ("URL", "--compare")
@@ -158,7 +167,6 @@ async def _load(settings: Settings) -> tuple[str, list[Run]]:
             asking = dataclasses.replace(asking, model=await first_model(targets[0], settings.fields))
             clients = [_client(settings, each, asking) for each in targets]
         runner = Runner(clients, settings.max_concurrency, interrupt)
-        runs: list[Run] = []
         for place, rate in enumerate(settings.rates):
             try:
                 with interrupt.raised():
@@ -180,10 +188,10 @@ async def _load(settings: Settings) -> tuple[str, list[Run]]:
                 progress.end()
             if settings.ramp is not None:
                 run.rates = schedule.rate_changes(settings.ramp, times[0])
-            runs.append(run)
+            ended(asking.model, run)
         for client in clients:
             client.close()
-        return asking.model, runs
+        return asking.model
 
 
 def _client(settings: Settings, where: target.Target, asking: Asking) -> Client:

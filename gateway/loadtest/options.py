@@ -18,20 +18,31 @@ from gateway.flags import repeat_flags
 _Command = TypeVar("_Command", bound=Callable[..., int])
 
 
-class _Finite(click.FloatRange):
-    """click's own takes nan for a number within any range."""
+def _finite(number: float, value: Any) -> float:
+    """click's own takes nan for a number, and for one within any range."""
+    if not math.isfinite(number):
+        raise click.BadParameter(f"{value!r} is no finite number.")
+    return number
+
+
+class _Number(click.types.FloatParamType):
+    """Any finite number; a range without ends would be shown as one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value!r} is no finite number.", param, ctx)
-        return number
+        return _finite(super().convert(value, param, ctx), value)
+
+
+class _Finite(click.FloatRange):
+    """A finite number within a range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return _finite(super().convert(value, param, ctx), value)
 
 
 _FILE: Final = click.Path(path_type=Path)
 _COUNT: Final = click.IntRange(min=1)
 _SOME: Final = click.IntRange(min=0)
-_NUMBER: Final = _Finite()
+_NUMBER: Final = _Number()
 _YEAR: Final = 31_536_000.0  # seconds
 
 BACKENDS: Final = (

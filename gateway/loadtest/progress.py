@@ -15,7 +15,7 @@ _WIDTH = 30
 
 def line(done: int, asked: int, failed: int, under_way: int, seconds: float) -> str:
     """What is drawn."""
-    share = done / asked if asked else 1.0
+    share = done / asked if asked else 0.0
     filled = int(share * _WIDTH)
     bar = "█" * filled + "·" * (_WIDTH - filled)
     rate = done / seconds if seconds > 0 else 0.0
@@ -28,13 +28,13 @@ class Progress:
 
     def __init__(self, runner: Runner, wanted: bool):
         self._runner, self._wanted = runner, wanted and sys.stderr.isatty()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
         self._began = 0.0
 
     def begin(self) -> None:
         self._began = time.monotonic()
-        if self._wanted:
-            self._draw()
+        if self._wanted:  # the runner, which is called next, knows what it is asked for
+            self._timer = asyncio.get_running_loop().call_soon(self._draw)
 
     def _draw(self) -> None:
         runner = self._runner

@@ -167,11 +167,13 @@ class Routes:
         return self._log.begin(Entry(name, request.path, plan.index, time.monotonic(), told))
 
     async def _replay(self, request: web.Request, plan: Plan) -> web.StreamResponse:
-        """A recorded answer instead of one of our own; no slot, no faults."""
+        """A recorded answer instead of one of our own; no slot. Faults are refused: no place of it is known but its bytes."""
         behaviour, folder = plan.behaviour, self._engine.settings.replay
         if folder is None:
             raise bad_request("x-synth: replay: no folder of recordings was given: start with --replay FOLDER.")
         assert behaviour.replay is not None
+        if behaviour.fault:
+            raise bad_request("x-synth: replay: a recorded answer takes no faults: leave fault out, or ask for fault=none.")
         try:
             recording = load(folder, behaviour.replay)
         except ValueError as error:

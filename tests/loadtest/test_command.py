@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -272,11 +273,48 @@ async def test_a_progress_bar_on_a_terminal(upstream: RawUpstream, tmp_path: Pat
         (await held.wire()).reset()
         assert await process.wait() == 0
         assert look().endswith(b"\r\x1b[K")  # it is gone once the run is over
+        assert shown.index("\r  0% ··".encode()) < shown.index("█".encode())  # it began empty, and with what is asked for
+        assert b" 0/20, " in shown and b"0/0" not in shown
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
         os.close(terminal)
+
+
+async def test_a_sweep_tells_of_each_rate_as_it_is_done(upstream: RawUpstream, tmp_path: Path) -> None:
+    held = Held(SSE_HEAD)
+    upstream.script = in_turn(*[stream(*TWO)] * 3, held)
+    words = ["loadtest", upstream.url, *SMALL, "--num-prompts", "2", "--request-rate", "500,600", "--max-concurrency", "1"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "gateway", *words, *saved(tmp_path), cwd=ROOT, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        await held.wire()  # the last request of the second rate, which gets no answer yet
+        assert result(tmp_path, "r-500.0qps.json")["completed"] == 2
+        shown = await asyncio.wait_for(process.stdout.readuntil(b"Successful requests:                     2\n"), 10)
+        assert b"RPS" not in shown
+        process.kill()  # and none of it is lost
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def test_what_is_of_no_use_without_save_result_is_said(upstream: RawUpstream, tmp_path: Path) -> None:
+    upstream.script = in_turn(stream(*TWO))
+    run = Loadtest(tmp_path, upstream.url, "--num-prompts", "1", "--random-input-len", "8", "--save-detailed",
+                   "--result-dir", str(tmp_path))  # fmt: skip
+    assert await run.done() == 0, run.err
+    assert "nothing is written for --save-detailed and --result-dir: add --save-result" in run.err
+
+
+def test_the_help_shows_no_range_without_ends() -> None:
+    run = subprocess.run([sys.executable, "-m", "gateway", "loadtest", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert "--top-p FLOAT" in run.stdout and "None" not in run.stdout
 
 
 def test_what_the_bar_says() -> None:

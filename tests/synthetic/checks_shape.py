@@ -414,3 +414,5 @@ async def replay(t: Trial) -> None:
     assert (answer.complete, cut.ended) == (False, "fin")
     assert "there is no recording" in (await t.ask("replay=default/nothing")).json()["error"]["message"]
     assert (await t.ask("replay=../default/chat_stream")).status == 400
+    assert "takes no faults" in (await t.ask(f"{t.row};fault=reset")).json()["error"]["message"]
+    assert (await t.ask("fault=none;replay=default/chat_stream;speed=1e6")).status == 200
