@@ -31,6 +31,7 @@ class ModelConfig(Section, frozen=True):
     priority: ClassName | None = None
     hedge: HedgeConfig | None = None
     migrate: MigrateConfig | None = None
+    rewrite_response: bool = False
 
 
 class Priority(Section, frozen=True):
@@ -59,6 +60,8 @@ def model_clashes(models: Mapping[str, ModelConfig], classes: list[str]) -> Iter
         if one.priority is not None and one.priority not in classes:
             yield f"{path}.priority", f"found {one.priority}", f"one of limits.priority.classes: {', '.join(classes)}"
         targets = one.route_to or ()
+        if one.rewrite_response and not targets:
+            yield f"{path}.rewrite_response", "found true for a name that is no alias", "a route_to beside it"
         if targets and all(target.fallback for target in targets):
             yield f"{path}.route_to", "found nothing but fallbacks", "a target without fallback: true, for them to stand in for"
         twice = [model for model, count in Counter(target.model for target in targets).items() if count > 1]

@@ -828,6 +828,8 @@ def test_the_example_of_models(loaded: Load) -> None:
 
 MODELS_WRONG: list[tuple[str, str]] = [
     ("models: {a: {route_to: [{model: b, fallback: true}]}}", "models.a.route_to: found nothing but fallbacks"),
+    ("models: {a: {rewrite_response: true}}", "models.a.rewrite_response: found true for a name that is no alias; expected a"),
+    ("models: {a: {rewrite_response: 1}}", "models.a.rewrite_response: found 1; expected true or false"),
     ("models: {a: {route_to: [{model: b}, {model: b, weight: 2}]}}", "models.a.route_to: found b twice; expected each model"),
     ("models: {a: {route_to: {model: b}}, b: {route_to: {model: c}}}", "models.a.route_to[0].model: found the alias b;"),
     ("models: {a: {route_to: {model: b}}, b: {route_to: {model: a}}}", "models.a.route_to[0].model: found the alias b;"),

@@ -49,6 +49,7 @@ class Policy:
     classes: Classes = dataclasses.field(default_factory=Classes)  # of priority
     hedges: Mapping[str, Hedge] | None = None  # by the model's name; None: no model has one
     migrations: Mapping[str, int] | None = None  # how many a stream may make, by the model's name
+    renamed: frozenset[str] = frozenset()  # aliases that answers are to name (models.NAME.rewrite_response)
     step: float = 60.0  # seconds after which a running exchange is first looked at (`Timeouts.shortest`)
 
 

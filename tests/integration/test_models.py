@@ -216,6 +216,55 @@ async def test_one_value_is_rewritten(start_gateway: Start) -> None:
         assert await gateway.metric("tokenpipe_requests_total", model="gpt-4", code="200") == number + 1
 
 
+def answering(alias: str = "gpt-4", **more: Any) -> dict[str, Any]:
+    target = {"route_to": [{"model": "llama"}]}
+    return {"health": SLOW, "models": {alias: {**target, "rewrite_response": True}, "plain": target}, **more}
+
+
+async def test_an_answer_names_the_alias_where_that_is_asked_for(start_gateway: Start) -> None:
+    """Whole and streamed, of the alias that asks for it alone, on a connection that goes on; and with
+    usage: inject, whose own event goes out all the same."""
+    async with serving(("llama",)) as (one,):
+        body = b'{"id": "x", "model":\t"llama", "n": 1.0}'
+        gateway = await start_gateway(config=answering(usage="inject"), backends=[one.url])
+        client = await gateway.connect()
+        one.script = s.reply(200, body)
+        for model, wanted in (("gpt-4", "gpt-4"), ("plain", "llama"), ("llama", "llama"), ("gpt-4", "gpt-4")):
+            answer = await client.ask(chat(model))
+            assert answer.body == body.replace(b"llama", wanted.encode())
+            embeddings = await client.ask(s.post({"model": model, "input": "x"}, "/v1/embeddings"))
+            assert embeddings.body == answer.body
+        usage = s.event({"id": "x", "model": "llama", "choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}})
+        events = s.delta("a", model="llama"), s.delta("llama", model="llama", finish="stop"), usage, s.DONE
+        one.script = s.stream(*events)
+        for model, wanted in (("gpt-4", "gpt-4"), ("plain", "llama")):
+            answer = await client.ask(chat(model, stream=True))
+            assert answer.body == s.delta("a", model=wanted) + s.delta("llama", model=wanted, finish="stop") + s.DONE
+        client.fin()
+        entries = await gateway.logged(2, stream=True)
+        assert [(entry["model"], entry["outcome"], entry["output_tokens"]) for entry in entries] == [
+            ("gpt-4", "complete", 2), ("plain", "complete", 2)
+        ]  # fmt: skip
+
+
+async def test_what_is_not_looked_into_names_the_target(start_gateway: Start) -> None:
+    """Coded answers, other content types, errors, and HTTP/1.0, whose end of the body is the connection's."""
+    async with serving(("llama",)) as (one,):
+        body = b'{"model": "llama"}'
+        gateway = await start_gateway(config=answering(), backends=[one.url])
+        for status, fields in (
+            (200, [s.JSON_TYPE, ("Content-Encoding", "gzip")]),
+            (200, [("Content-Type", "text/plain")]),
+            (404, [s.JSON_TYPE]),
+        ):
+            one.script = s.reply(status, body, fields=fields)
+            answer = await gateway.ask(chat("gpt-4"))
+            assert (answer.body, answer.get("content-length")) == (body, str(len(body)))
+        one.script = s.reply(200, body)
+        answer = await gateway.ask(s.post({"model": "gpt-4"}, version="1.0"))
+        assert (answer.body, answer.get("transfer-encoding")) == (b'{"model": "gpt-4"}', None)
+
+
 async def test_two_names_of_which_the_last_one_holds(start_gateway: Start) -> None:
     """Nobody reaches a model by naming another one first: the last one is judged, as the engine reads it."""
     async with serving(("a",), ("b",)) as (one, two):
