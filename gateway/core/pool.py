@@ -45,6 +45,11 @@ class Pool:
             return True
         return any(not b.full for b in self.backends if b.routable) or not self.routable
 
+    def others(self, tried: Sequence[Backend], now: float) -> list[Backend]:
+        """Those on which a second attempt may be made, whether or not they have room now."""
+        left = [b for b in self.backends if b not in tried and b.routable]
+        return [b for b in left if b.breaker.allows(now) and not b.caution.refuses(now)]
+
     def pick(
         self,
         now: float,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -26,6 +27,10 @@ class Aim:
         # of a name that is there twice, the last one holds for every parser that engines use
         last = [member for member in found if member.key == "model"][-1]
         self._begin, self._end = last.value_begin, last.end
+
+    @property
+    def left(self) -> Sequence[Way]:
+        return self._left
 
     def go_on(self, call: Call) -> bool:
         """To the next one, if there is one."""

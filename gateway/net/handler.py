@@ -80,7 +80,7 @@ class Gateway:
         self._edges = edges  # of the histogram of gaps, which each stream fills by itself
         self._tasks = Tasks()
         watch = Watch(self.live, self._expired)
-        self._attempts = Attempts(fleet, admission, retries, observer, self._tasks, watch)
+        self._attempts = Attempts(fleet, admission, retries, observer, self._tasks, watch, self._waiting)
         self.pairs = Pairs(
             fleet, admission, retries, observer, pair_observer, self._attempts, watch, self._tasks, self._waiting
         )

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from tests.support import script as s
-from tests.support.gateway import Gateway
+from tests.support.gateway import Gateway, until
 from tests.support.messages import Message
 from tests.support.upstream import RawUpstream
 
@@ -138,7 +138,7 @@ async def test_one_backend_judges_itself(start_gateway: Start) -> None:
         answer = await gateway.ask(chat("x"))
         assert (answer.status, answer.get("x-gateway-error")) == (404, None)
         assert (await gateway.ask(s.get("/v1/models"))).json()["data"][0]["owned_by"] == "vllm"
-        assert one.probed.count("/v1/models") >= 2  # it has been asked for this one, too
+        await until(lambda: one.probed.count("/v1/models") >= 2, "it has been asked for this one, and by the gateway itself")
 
 
 # what is not there --------------------------------------------------------------------------------------------------------
