@@ -585,6 +585,6 @@ def _probing(config: Config) -> ProbeSettings:
         health.interval,
         health.timeout,
         config.discovery.interval,
-        HealthSettings(health.fail, health.pass_),
+        HealthSettings(health.fail, health.pass_, health.panic),
         config.balance != "round_robin",
     )

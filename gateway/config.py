@@ -129,6 +129,7 @@ class Health(Section, frozen=True, rename={"pass_": "pass"}):
     pass_: Count = 2
     slow_start: SecondsOrZero = 10.0
     silence: Seconds | None = 5.0
+    panic: bool = False
 
 
 class Breaker(Section, frozen=True):
