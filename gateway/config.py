@@ -44,6 +44,7 @@ from gateway.configvalues import (
     Knobs,
     Listen,
     ListenList,
+    Recordings,
     RoutePath,
     Seconds,
     SecondsOrZero,
@@ -200,7 +201,7 @@ class Mock(Section, frozen=True):
     seed: CountOrZero = 0
     fault: list[Fault] = msgspec.field(default_factory=list)
     knobs: Knobs = msgspec.field(default_factory=dict)
-    replay: Text | None = None
+    replay: Recordings | None = None
 
 
 class Config(Section, frozen=True):
