@@ -25,6 +25,7 @@ from gateway.core.retry import Retries, pause
 from gateway.core.routing import Route
 from gateway.errors import EngineRefused, Refusal, UpstreamFailed
 from gateway.net import body, hedge, migrate
+from gateway.net.aim import REALTIME
 from gateway.net.call import Call, Upload
 from gateway.net.fleet import Fleet
 from gateway.net.hold import Hold
@@ -191,7 +192,7 @@ class Attempts:
         host = head.named.get(b"host", b"") if route.authority is None else route.authority
         octets = headers.upstream_head(
             head,
-            route.target,
+            route.target if call.target is None else call.target,
             host=origin.host_field,
             request_id=call.request_id,
             forwarding=call.client.forwarding(host) if policy.forwarded else None,
@@ -277,4 +278,6 @@ class Attempts:
 def _hedged_after(call: Call, hedges: Mapping[str, Hedge], upload: Upload) -> float | None:
     """Seconds after which a second backend is asked; None: never."""
     rule = hedges.get(call.exchange.model or "")
-    return None if rule is None or not upload.kept else rule.delay(call.exchange.stream)
+    if rule is None or not upload.kept or (call.route is not None and call.route.path == REALTIME):
+        return None
+    return rule.delay(call.exchange.stream)

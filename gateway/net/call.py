@@ -85,6 +85,7 @@ class Call(Leg):
     slot: Quotas | None = None  # of the admission, and what goes back with it
     way: Way | None = None  # that requests for its model take
     aim: Aim | None = None  # other ways, where the model is an alias
+    target: bytes | None = None  # as it is sent, where an alias stood in it
     usage_asked = False  # by the gateway, not by the client
     key: float | None = None  # what it is kept together with others by
     tokens = 0  # of its prompt, about

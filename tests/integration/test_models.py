@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from tests.integration.test_websocket import UPGRADE, agree
 from tests.support import script as s
 from tests.support.gateway import Gateway, until
 from tests.support.messages import Message
@@ -442,3 +443,53 @@ async def test_reload_changes_models(start_gateway: Start) -> None:
         assert asked(backends[1]) == Counter(b=1)
         assert (await gateway.admin(s.get("/-/config"))).json()["models"]["gpt-4"]["route_to"][0]["model"] == "b"
         assert [b["models"] for b in (await gateway.admin(s.get("/-/backends"))).json()] == [["a"], ["b"]]
+
+
+# WebSockets ---------------------------------------------------------------------------------------------------------------
+
+
+def realtime(query: str, request_id: str = "ws") -> bytes:
+    return s.get(f"/v1/realtime{query}", [*UPGRADE, ("X-Request-Id", request_id)])
+
+
+async def test_a_websocket_goes_by_its_query(start_gateway: Start) -> None:
+    """/v1/realtime?model=NAME: to who serves it, every octet of the target as it came; an alias' value alone is rewritten, for
+    a fallback once more; one that nobody knows gets 404; and the log names what the client named."""
+    async with serving(("a",), ("b/c d",)) as (one, two):
+        target = {"route_to": [{"model": "a"}, {"model": "b/c d", "fallback": True}]}
+        config = {"health": SLOW, "models": {"gpt 4": target}}
+        gateway = await start_gateway(config=config, backends=[one.url, two.url])
+        for backend in (one, two):
+            backend.script = agree
+        for query in ("?model=a", "?x=1&mod%65l=%61&y=%2f+", "?model=what&model=a&"):
+            client = await gateway.connect()
+            await client.send(realtime(query))
+            assert (await client.read_response_head()).status == 101
+            assert one.requests[-1].target == "/v1/realtime" + query
+            client.reset()
+        client = await gateway.connect()
+        await client.send(realtime("?model=b%2Fc+d"))
+        assert (await client.read_response_head()).status == 101
+        assert [request.target for request in two.requests] == ["/v1/realtime?model=b%2Fc+d"]
+        client.reset()
+        client = await gateway.connect()
+        await client.send(realtime("?a=%20+&model=gpt+4&b=%7E", "alias"))
+        assert (await client.read_response_head()).status == 101
+        assert one.requests[-1].target == "/v1/realtime?a=%20+&model=a&b=%7E"
+        client.reset()
+        (entry,) = await gateway.logged(request_id="alias")
+        assert (entry["model"], entry["status"]) == ("gpt 4", 101)
+        assert "'gpt-4' does not exist" in refused(await gateway.ask(realtime("?model=gpt-4")), 404, "unknown_model")
+        one.close_listener()
+        client = await gateway.connect()
+        await client.send(realtime("?model=gpt%204"))
+        assert (await client.read_response_head()).status == 101
+        assert two.requests[-1].target == "/v1/realtime?model=b%2Fc%20d"
+        client.reset()
+        count = len(one.requests) + len(two.requests)
+        for query in ("", "?model=", "?model", "?models=a"):  # names none: anywhere
+            client = await gateway.connect()
+            await client.send(realtime(query))
+            assert (await client.read_response_head()).status == 101
+            client.reset()
+        assert len(one.requests) + len(two.requests) == count + 4
