@@ -119,6 +119,18 @@ def test_whole_answers(path: str, given_: bytes, wanted: bytes) -> None:
     assert b"".join(out + editor.end()) == wanted.replace(b"%b", QUOTED)
 
 
+def test_events_that_begin_alike() -> None:
+    """Each is renamed by what it is: one that begins as the one before and names another model behind that, or a longer one."""
+    first = s.delta("a", model="llama")
+    once_more = first.replace(b'"choices"', b'"model":"other","choices"')
+    longer = s.delta("a", model="llama-2")
+    stream = first + first + once_more + longer + s.delta("b", model="llama")
+    wanted = s.delta("a", model=NAME)
+    both = once_more.replace(b'"llama"', QUOTED).replace(b'"other"', QUOTED)
+    for at in range(0, len(stream), 7):
+        assert renamed(CHAT, stream[:at], stream[at:]) == wanted * 2 + both + wanted + s.delta("b", model=NAME)
+
+
 def test_beside_another_change() -> None:
     """usage: inject takes its event out, of a stream whose events are renamed."""
     usage = s.event({"model": "llama", "choices": [], "usage": {"prompt_tokens": 1}})
