@@ -558,6 +558,7 @@ def _policy(config: Config) -> Policy:
         step=deadlines.shortest(comment),
         hedges=hedges(config.models) or None,
         migrations={name: m.migrate.attempts for name, m in config.models.items() if m.migrate is not None} or None,
+        renamed=frozenset(name for name, model in config.models.items() if model.rewrite_response),
         keys=Keys(config.affinity.by, config.affinity.header) if config.balance == "affinity" else None,
         looks=bool(watched) or second_tries(config.models) or tokens != TokenRules() or config.usage == "inject",
     )
@@ -584,6 +585,6 @@ def _probing(config: Config) -> ProbeSettings:
         health.interval,
         health.timeout,
         config.discovery.interval,
-        HealthSettings(health.fail, health.pass_),
+        HealthSettings(health.fail, health.pass_, health.panic),
         config.balance != "round_robin",
     )

@@ -44,6 +44,7 @@ from gateway.configvalues import (
     Knobs,
     Listen,
     ListenList,
+    Recordings,
     RoutePath,
     Seconds,
     SecondsOrZero,
@@ -129,6 +130,7 @@ class Health(Section, frozen=True, rename={"pass_": "pass"}):
     pass_: Count = 2
     slow_start: SecondsOrZero = 10.0
     silence: Seconds | None = 5.0
+    panic: bool = False
 
 
 class Breaker(Section, frozen=True):
@@ -199,7 +201,7 @@ class Mock(Section, frozen=True):
     seed: CountOrZero = 0
     fault: list[Fault] = msgspec.field(default_factory=list)
     knobs: Knobs = msgspec.field(default_factory=dict)
-    replay: Text | None = None
+    replay: Recordings | None = None
 
 
 class Config(Section, frozen=True):

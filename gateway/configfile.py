@@ -15,7 +15,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
@@ -354,7 +354,8 @@ class Reader:
         if get_origin(hint) is Literal:
             if node.value in get_args(hint) and isinstance(node.value, str):
                 return node.value
-            return self.complain(path, f"found {describe(node.value)}", one_of(get_args(hint)) + tail)
+            expected = one_of(get_args(hint)) + tail + nearest(node.value, get_args(hint))
+            return self.complain(path, f"found {describe(node.value)}", expected)
         if hint is bool:
             if isinstance(node.value, bool):
                 return node.value
@@ -385,7 +386,8 @@ class Reader:
         if many and isinstance(items, dict if one else str):
             return [value for value in (self.read(hint, node, path),) if value is not INVALID]
         if not isinstance(items, list) or (many and not items):
-            return self.complain(path, f"found {describe(items)}", (many.expected if many else "a list") + tail)
+            least = ", and one at least" if items == [] else ""
+            return self.complain(path, f"found {describe(items)}", (many.expected if many else "a list") + tail + least)
         values = [self.read(hint, item, join(path, index)) for index, item in enumerate(items)]
         return [value for value in values if value is not INVALID]
 
@@ -466,6 +468,13 @@ def _listed(hint: type[msgspec.Struct]) -> str:
 def one_of(choices: tuple[object, ...]) -> str:
     *first, last = map(str, choices)
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def nearest(word: object, choices: Sequence[str]) -> str:
+    """What to add to a complaint about a word that is none of `choices`, if one of them is like it."""
+    known = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(word.lower(), known, 1) if isinstance(word, str) and len(word) <= SHOWN else []
+    return f"; the nearest is {known[near[0]]}" if near else ""
 
 
 def known_paths(hint: type[msgspec.Struct], path: str = "") -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from gateway.configbackends import BackendConfig, Clash, Section
-from gateway.configfile import OneOrMany, describe, join
+from gateway.configfile import OneOrMany, describe, join, nearest
 from gateway.confighedging import HedgeConfig, MigrateConfig
 from gateway.configvalues import ClassName, Count, FieldName, ModelName, whole
 
@@ -31,6 +31,7 @@ class ModelConfig(Section, frozen=True):
     priority: ClassName | None = None
     hedge: HedgeConfig | None = None
     migrate: MigrateConfig | None = None
+    rewrite_response: bool = False
 
 
 class Priority(Section, frozen=True):
@@ -48,7 +49,11 @@ def priority_clashes(priority: Priority) -> Iterator[Clash]:
             f"1 to {CLASSES_MOST} names, the highest first, each once",
         )
     elif priority.default not in classes:
-        yield "limits.priority.default", f"found {priority.default}", f"one of limits.priority.classes: {', '.join(classes)}"
+        yield "limits.priority.default", f"found {priority.default}", _of_classes(priority.default, classes)
+
+
+def _of_classes(word: str, classes: list[str]) -> str:
+    return f"one of limits.priority.classes: {', '.join(classes)}{nearest(word, classes)}"
 
 
 def model_clashes(models: Mapping[str, ModelConfig], classes: list[str]) -> Iterator[Clash]:
@@ -57,8 +62,10 @@ def model_clashes(models: Mapping[str, ModelConfig], classes: list[str]) -> Iter
         if not 0 < len(name) <= NAME_MOST or not name.isprintable():
             yield path, f"found a name of {len(name)} characters", f"1 to {NAME_MOST} printable characters"
         if one.priority is not None and one.priority not in classes:
-            yield f"{path}.priority", f"found {one.priority}", f"one of limits.priority.classes: {', '.join(classes)}"
+            yield f"{path}.priority", f"found {one.priority}", _of_classes(one.priority, classes)
         targets = one.route_to or ()
+        if one.rewrite_response and not targets:
+            yield f"{path}.rewrite_response", "found true for a name that is no alias", "a route_to beside it"
         if targets and all(target.fallback for target in targets):
             yield f"{path}.route_to", "found nothing but fallbacks", "a target without fallback: true, for them to stand in for"
         twice = [model for model, count in Counter(target.model for target in targets).items() if count > 1]
@@ -77,5 +84,5 @@ def unserved_clashes(models: Mapping[str, ModelConfig], backends: list[BackendCo
     for name, one in models.items():
         for index, target in enumerate(one.route_to or ()):
             if target.model not in served:
-                expected = "a model that is among some backend's models"
+                expected = "a model that is among some backend's models" + nearest(target.model, sorted(served))
                 yield f"{join('models', name)}.route_to[{index}].model", f"found {target.model}, which nobody serves", expected

@@ -337,6 +337,7 @@ Listen: TypeAlias = Annotated[
 ListenList: TypeAlias = Annotated[list[Listen], OneOrMany("HOST:PORT, unix:/PATH, or a list of them")]
 Url: TypeAlias = Annotated[str, Rule("http://HOST[:PORT], https://HOST[:PORT] or unix:/PATH", _url)]
 Port: TypeAlias = Annotated[int, whole(1, 65535, "a port")]
+Recordings: TypeAlias = Annotated[str, Rule("the name of a folder of recordings (deploy/mock.md)", _file_name, file=True)]
 FileName: TypeAlias = Annotated[str, Rule("the name of a file", _file_name, file=True)]
 FilePattern: TypeAlias = Annotated[
     str, Rule("the name of a file, or a pattern of names, as DIR/*.json", _file_pattern, file=True)

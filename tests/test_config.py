@@ -111,7 +111,8 @@ DEFAULTS: dict[str, Any] = {
     },
     "pool": {"idle": 4, "max_idle": 64, "max_age": 300},
     "retry": {"attempts": 2, "budget": 0.2, "replay_stale": False, "statuses": [429, 503]},
-    "health": {"path": "/health", "interval": 5, "timeout": 2, "fail": 3, "pass": 2, "slow_start": 10, "silence": 5},
+    "health": {"path": "/health", "interval": 5, "timeout": 2, "fail": 3, "pass": 2, "slow_start": 10, "silence": 5,
+               "panic": False},
     "breaker": {"failures": 5, "window": 30, "open": 10},
     "auth": {"keys_file": None},
     "rate_limits": {"store": "memory"},
@@ -327,7 +328,7 @@ URL = "expected http://HOST[:PORT], https://HOST[:PORT] or unix:/PATH"
         ("health: {path: /a b}", "FILE, line 1: health.path: found '/a b'; expected a path that begins with /"),
         # addresses
         ("listen: 8000", "FILE, line 1: listen: found 8000; expected HOST:PORT, unix:/PATH, or a list of them"),
-        ("listen: []", "FILE, line 1: listen: found []; expected HOST:PORT, unix:/PATH, or a list of them"),
+        ("listen: []", "FILE, line 1: listen: found []; expected HOST:PORT, unix:/PATH, or a list of them, and one at least"),
         ("listen: ':8000'", f"FILE, line 1: listen: found ':8000'; {LISTEN}"),
         ("listen: '::1:8000'", f"FILE, line 1: listen: found '::1:8000'; {LISTEN}"),
         ("listen: '[127.0.0.1]:8000'", f"FILE, line 1: listen: found '[127.0.0.1]:8000'; {LISTEN}"),
@@ -826,8 +827,34 @@ def test_the_example_of_models(loaded: Load) -> None:
     assert loaded(render(effective(config))) == config
 
 
+@pytest.mark.parametrize(
+    "text, expected, near",
+    [
+        ("backends: [{url: 'http://a', role: prefil}]", "backends[0].role: found 'prefil'; expected both, prefill,", "prefill"),
+        ("log: {level: warn}", "log.level: found 'warn'; expected debug, info, warning or error", "warning"),
+        ("usage: Inject", "usage: found 'Inject'; expected observe or inject", "inject"),
+        ("balance: least-loaded", "balance: found 'least-loaded'; expected least_loaded, round_robin,", "least_loaded"),
+        ("disaggregation: {connector: nixel}", "disaggregation.connector: found 'nixel'; expected nixl,", "nixl"),
+        ("discovery: {dns: {names: a.b, type: aaa}}", "discovery.dns.type: found 'aaa'; expected A, AAAA or SRV", "AAAA"),
+        ("limits: {priority: {default: norml}}", "limits.priority.default: found norml; expected one of", "normal"),
+        ("models: {a: {priority: hihg}}", "models.a.priority: found hihg; expected one of limits.priority.classes:", "high"),
+        ("usage: qqqqqq", "usage: found 'qqqqqq'; expected observe or inject", None),
+        ("usage: 5", "usage: found 5; expected observe or inject", None),
+        ("mock: {replay: 5}", "mock.replay: found 5; expected the name of a folder of recordings (deploy/mock.md)", None),
+        ("models: {a: {route_to: []}}", "models.a.route_to: found []; expected a mapping of model, weight and", None),
+    ],
+)
+def test_the_nearest_word(complaint: Complain, text: str, expected: str, near: str | None) -> None:
+    """A word that is none of those that can be names the one that it is like; one that is like none names none."""
+    (line,) = complaint(text).splitlines()
+    assert expected in line
+    assert line.endswith(f"; the nearest is {near}") if near else "; the nearest" not in line
+
+
 MODELS_WRONG: list[tuple[str, str]] = [
     ("models: {a: {route_to: [{model: b, fallback: true}]}}", "models.a.route_to: found nothing but fallbacks"),
+    ("models: {a: {rewrite_response: true}}", "models.a.rewrite_response: found true for a name that is no alias; expected a"),
+    ("models: {a: {rewrite_response: 1}}", "models.a.rewrite_response: found 1; expected true or false"),
     ("models: {a: {route_to: [{model: b}, {model: b, weight: 2}]}}", "models.a.route_to: found b twice; expected each model"),
     ("models: {a: {route_to: {model: b}}, b: {route_to: {model: c}}}", "models.a.route_to[0].model: found the alias b;"),
     ("models: {a: {route_to: {model: b}}, b: {route_to: {model: a}}}", "models.a.route_to[0].model: found the alias b;"),

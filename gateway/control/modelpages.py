@@ -34,9 +34,9 @@ class ModelPages:
     async def _cards(self) -> dict[str, dict[str, Any]]:
         """By name: each model described by the first backend that serves it, and of the configuration's names the aliases."""
         models = self._models
-        if not models.whole.routable:
+        asked = models.whole.asked
+        if not asked:
             raise models.whole.nobody()
-        asked = [backend for backend in models.whole.backends if backend.routable]
         lists = await asyncio.gather(*(self._probes.cards(backend.name) for backend in asked))
         cards: dict[str, dict[str, Any]] = {}
         for backend, found in zip(asked, lists, strict=True):

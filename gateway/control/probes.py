@@ -106,10 +106,11 @@ class Probes:
         next_models = next_sleep = 0.0
         while True:
             began = time.monotonic()
-            well = await self._is_well(target)
-            if well is not None and backend.probed(well, settings.thresholds, time.monotonic()):
+            well, connected = await self._is_well(target)
+            if well is not None and backend.probed(well, settings.thresholds, time.monotonic(), connected):
                 level = logging.INFO if backend.health is Health.UP else logging.WARNING
-                log.log(level, "the backend %s is %s", backend.name, backend.health.value)
+                last = ", and asked where no other can be (health.panic)" if backend.last_resort else ""
+                log.log(level, "the backend %s is %s%s", backend.name, backend.health.value, last)
                 self._changed()
             if well and began >= next_sleep and not await self._look_for_sleep(target):
                 next_sleep = began + UNASKED
@@ -118,14 +119,16 @@ class Probes:
                 await self._learn_models(target)
             await asyncio.sleep(max(settings.interval - (time.monotonic() - began), 0.05))
 
-    async def _is_well(self, target: Target) -> bool | None:
-        """None: it could not be asked, for lack of something of ours, which says nothing of it."""
+    async def _is_well(self, target: Target) -> tuple[bool | None, bool]:
+        """Whether it is, and whether it took a connection. None: it could not be asked, for lack of something of ours, which
+        says nothing of it."""
+        made: list[None] = []
         try:
-            status, _ = await self._page(target, self._settings.path)
+            status, _ = await self._page(target, self._settings.path, lambda: made.append(None))
         except (GatewayError, TimeoutError) as error:
             log.debug("the probe of %s failed: %r", target.backend.name, error)
-            return False if isinstance(error, UpstreamFailed | TimeoutError) else None
-        return 200 <= status < 300
+            return False if isinstance(error, UpstreamFailed | TimeoutError) else None, bool(made)
+        return 200 <= status < 300, True
 
     async def _look_for_sleep(self, target: Target) -> bool:
         """An engine that sleeps is well, and can do nothing. Returns whether it can tell. Only vLLM is asked for its page."""
@@ -176,6 +179,6 @@ class Probes:
             backend.models = models
             self._learnt()
 
-    async def _page(self, target: Target, path: str) -> tuple[int, bytes]:
+    async def _page(self, target: Target, path: str, connected: Callable[[], None] = lambda: None) -> tuple[int, bytes]:
         async with asyncio.timeout(self._settings.timeout):
-            return await fetch(target.connections, path, PAGE_MOST)
+            return await fetch(target.connections, path, PAGE_MOST, connected)

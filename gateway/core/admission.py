@@ -121,10 +121,14 @@ class Admission:
         limit = self.limit
         if (limit is not None and self.in_flight >= limit) or line in self._lines or not line.has_room:  # `must_wait`
             return False
+        self.take(line)
+        return True
+
+    def take(self, line: Line) -> None:
+        """Take a slot, whether or not there is one: also for an exchange that had one, and waited in vain for another."""
         self.in_flight += 1
         for quota in line.quotas:
             quota.in_flight += 1
-        return True
 
     def foresee(self, line: Line, rank: int, patience: float | None) -> None:
         """Raises Refusal where one that has to wait now, and may for `patience` seconds, waits in vain: the queue is full, or
@@ -184,9 +188,7 @@ class Admission:
                 return
             line = ticket.line
             self.leave(ticket)
-            self.in_flight += 1
-            for quota in line.quotas:
-                quota.in_flight += 1
+            self.take(line)
             line.pace.turn(self._clock())
             line.turns += 1
             self._turns += 1

@@ -8,6 +8,8 @@
 
 UNKNOWN is routable: a gateway that has just started serves at once, and learns from what happens.
 
+With `health.panic`, one that is DOWN and whose last probe was connected is a last resort: it is asked where nobody is routable.
+
 Whatever its health, a backend that is draining is given nothing new; what it has goes on, and with the last of it the
 backend is gone. One that is asleep (vLLM's sleep mode) is given nothing until it has woken up.
 """
@@ -36,10 +38,11 @@ _HALF_OPEN = BreakerState.HALF_OPEN
 
 
 class HealthSettings(NamedTuple):
-    """Consecutive probes that change a backend's health."""
+    """Consecutive probes that change a backend's health. `panic`: one that is down, but takes connections, is a last resort."""
 
     fail: int = 3
     pass_: int = 2
+    panic: bool = False
 
 
 class Backend:
@@ -47,6 +50,7 @@ class Backend:
         "_beyond",
         "_pressure",
         "_probes",
+        "_spared",
         "asleep",
         "breaker",
         "caution",
@@ -99,10 +103,16 @@ class Backend:
         self.draining = False
         self.emptied: Callable[[], None] | None = None  # called when the last lease is given back
         self._probes = 0  # consecutive ones: well above zero, ill below
+        self._spared = False  # down, but it takes connections
 
     @property
     def routable(self) -> bool:
         return self.health is not _DOWN and not self.draining and not self.asleep
+
+    @property
+    def last_resort(self) -> bool:
+        """Not routable, by probes alone, which may be wrong."""
+        return self._spared and not self.draining and not self.asleep
 
     @property
     def full(self) -> bool:
@@ -129,10 +139,11 @@ class Backend:
         reason = self.caution.reason(now) if self.routable and self.breaker.state is BreakerState.CLOSED else None
         return self.state if reason is None else reason.value
 
-    def probed(self, well: bool, settings: HealthSettings, now: float = 0.0) -> bool:
-        """Take in a probe's result; returns whether the health changed."""
+    def probed(self, well: bool, settings: HealthSettings, now: float = 0.0, connected: bool = False) -> bool:
+        """Take in a probe's result; returns whether it changed what the backend can be asked for. `connected`: a connection was
+        made, whatever became of it."""
         self._probes = max(self._probes, 0) + 1 if well else min(self._probes, 0) - 1
-        before = self.health
+        before, spared = self.health, self._spared
         if self._probes <= -settings.fail:
             self.health = _DOWN
         elif self._probes >= settings.pass_ or (well and before is _UNKNOWN):
@@ -143,7 +154,8 @@ class Backend:
             self.caution.doubted()
         elif before is _DOWN and self.health is _UP:
             self.caution.returned(now)
-        return self.health is not before
+        self._spared = settings.panic and connected and self.health is _DOWN
+        return self.health is not before or self._spared is not spared
 
     def fell_asleep(self, asleep: bool, now: float) -> bool:
         """Take in what it says of its sleep; returns whether that changed."""

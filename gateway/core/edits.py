@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import re
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -28,23 +28,25 @@ class EventEditor(abc.ABC):
     long to be held passes as it is."""
 
     resizes: ClassVar[bool] = True  # what passes may have another length than what came
+    held_most: ClassVar[int] = HELD_MOST
 
     def __init__(self) -> None:
         self._held = b""
         self._passing = False  # within an event that is too long to be held
 
     def feed(self, pieces: list[bytes]) -> list[bytes]:
-        data = self._held + b"".join(pieces)
+        data = b"".join((self._held, *pieces))
+        looked = max(len(self._held) - 3, 0)  # there is no end before
         self._held = b""
         out = []
         at = 0
-        for match in EVENT_END.finditer(data):
+        for match in EVENT_END.finditer(data, looked):
             event = data[at : match.end()]
             at = match.end()
             out.append(event if self._passing else self.edit(event))
             self._passing = False
         rest = data[at:]
-        if self._passing or len(rest) > HELD_MOST:
+        if self._passing or len(rest) > self.held_most:
             self._passing = True
             body = rest.rstrip(b"\r\n")  # what may be half of the event's end waits for the other half
             cut = max(len(body), len(rest) - 3)
@@ -102,6 +104,31 @@ class WholeEditor:
         if self._size > WHOLE_MOST:
             return []
         return [self._change(b"".join(self._held))]
+
+
+class Editor(Protocol):
+    """Changes a body's payload. What it holds back comes with a later piece, or at the end."""
+
+    resizes: ClassVar[bool]  # the body's length is not what it was
+
+    def feed(self, pieces: list[bytes]) -> list[bytes]: ...
+
+    def end(self) -> list[bytes]: ...
+
+
+class Both:
+    """One after the other."""
+
+    resizes: ClassVar[bool] = True
+
+    def __init__(self, first: Editor, second: Editor) -> None:
+        self._first, self._second = first, second
+
+    def feed(self, pieces: list[bytes]) -> list[bytes]:
+        return self._second.feed(self._first.feed(pieces))
+
+    def end(self) -> list[bytes]:
+        return [*self._second.feed(self._first.end()), *self._second.end()]
 
 
 class Listener:

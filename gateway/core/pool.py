@@ -1,8 +1,8 @@
 """Interchangeable backends: membership, and who takes the next exchange.
 
 The policy chooses among those that are fit. Where none is, what is only a doubt counts no more: first caution (`core.caution`),
-then breakers. A doubtful backend is better than none, but no second attempt is made on one that a breaker keeps out, nor on one
-that has said itself that it is full.
+then breakers, and with `health.panic` the word of probes. A doubtful backend is better than none, but no second attempt is made
+on one that a breaker keeps out, nor on one that has said itself that it is full.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ class Pool:
     def routable(self) -> bool:
         return any(b.routable for b in self.backends)
 
+    @property
+    def asked(self) -> list[Backend]:
+        """Those in service; or, where there is none, those that are a last resort."""
+        return [b for b in self.backends if b.routable] or [b for b in self.backends if b.last_resort]
+
     def usable(self, now: float) -> bool:
         """Some backend can be routed to that is not ejected, either."""
         return any(b.routable and b.breaker.allows(now) for b in self.backends)
@@ -43,7 +48,15 @@ class Pool:
         """Some backend could take an exchange now, or none can be routed to at all, in which case waiting is in vain."""
         if not self._limited:
             return True
-        return any(not b.full for b in self.backends if b.routable) or not self.routable
+        if any(not b.full for b in self.backends if b.routable):
+            return True
+        asked = self.asked
+        return not asked or any(not b.full for b in asked)
+
+    def others(self, tried: Sequence[Backend], now: float) -> list[Backend]:
+        """Those on which a second attempt may be made, whether or not they have room now."""
+        left = [b for b in self.asked if b not in tried]
+        return [b for b in left if b.breaker.allows(now) and not b.caution.refuses(now)]
 
     def pick(
         self,
@@ -77,6 +90,9 @@ class Pool:
             chosen = choose(lambda b: sound(b) and not b.caution.refuses(now), now, chance, key)
         elif chosen is None:
             chosen = choose(sound, now, chance, key) or choose(lambda b: b.routable and not b.full, now, chance, key)
+        if chosen is None and not self.routable:
+            left = self.others(tried, now) if tried else self.asked
+            chosen = choose(lambda b: b in left and not b.full, now, chance, key) if left else None
         if chosen is None:
             return None
         if self._ramp:
@@ -94,7 +110,7 @@ class Pool:
     def nobody(self, model: str | None = None) -> Refusal:
         """Why there is no backend to be picked, for `model` or for any."""
         which = "backend" if model is None else f"backend that serves {model[:128]}"
-        if self.routable:
+        if self.asked:
             return Refusal("overloaded", f"every {which} is at its limit (backends[].max_in_flight)", retry_after=1)
         down = ", ".join(f"{b.name} is {b.state}" for b in self.backends) or "there is none, or all drain"
         return Refusal("no_backend", f"no {which} can be reached: {down}", retry_after=5)

@@ -25,6 +25,7 @@ from gateway.core.retry import Retries, pause
 from gateway.core.routing import Route
 from gateway.errors import EngineRefused, Refusal, UpstreamFailed
 from gateway.net import body, hedge, migrate
+from gateway.net.aim import REALTIME
 from gateway.net.call import Call, Upload
 from gateway.net.fleet import Fleet
 from gateway.net.hold import Hold
@@ -32,6 +33,7 @@ from gateway.net.legs import Leg
 from gateway.net.putoff import PutOff, put_off
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import Connection, ConnectionPool
+from gateway.net.waiting import Waiting
 from gateway.net.watch import Watch
 
 # Looked up once: see core.head.
@@ -40,10 +42,17 @@ _CONNECT, _WAIT, _FIRST_TOKEN = Phase.CONNECT, Phase.WAIT, Phase.FIRST_TOKEN
 
 class Attempts:
     def __init__(
-        self, fleet: Fleet, admission: Admission, retries: Retries, observer: Observer, tasks: Tasks, watch: Watch
+        self,
+        fleet: Fleet,
+        admission: Admission,
+        retries: Retries,
+        observer: Observer,
+        tasks: Tasks,
+        watch: Watch,
+        waiting: Waiting,
     ) -> None:
         self.fleet, self.admission, self.retries, self.observer = fleet, admission, retries, observer
-        self.tasks, self._watch = tasks, watch
+        self.tasks, self._watch, self._waiting = tasks, watch, waiting
 
     async def response(self, call: Call, head: RequestHead, route: Route, upload: Upload) -> ResponseHead:
         """A backend's response head; the lease and the connection that it came on are the call's. Raises Refusal."""
@@ -74,7 +83,8 @@ class Attempts:
                     if refusal is not None:
                         refusal.connection.drop()
                     refusal = put_off(call, response, backend)
-                    reason = f"status_{response.status}"
+                    if not await self._is_next(call, head, f"status_{response.status}", tried):
+                        return refusal.take_up(call, self._watch)
                 except (UpstreamFailed, EngineRefused) as failure:
                     if call.hedged:  # that was the other try, and both are judged and over
                         if refusal is None:
@@ -86,17 +96,26 @@ class Attempts:
                     if isinstance(failure, EngineRefused) and failure.status < 500:
                         raise  # the client's own fault: it would be no better elsewhere
                     # of the backend a stale connection says nothing: the same one, with the same lease
-                    if not self._retries_after(call, failure, head, upload, None if stale else tried):
+                    again = self._retries_after(call, failure, head, upload, None if stale else tried)
+                    if not again or not await self._is_next(call, head, failure.code, None if stale else tried):
                         if refusal is None:
                             raise
                         return refusal.take_up(call, self._watch)
-                    reason = failure.code
-                self.observer.retried(exchange, reason)
-                if not stale and (seconds := pause(reason, exchange.attempts, random.random())):
-                    await asyncio.sleep(seconds)
         finally:
             if refusal is not None and call.connection is not refusal.connection:
                 refusal.connection.drop()
+
+    async def _is_next(self, call: Call, head: RequestHead, reason: str, tried: list[Backend] | None) -> bool:
+        """At the time of the next attempt: after a pause, or when somebody has room. False: that was waited for in vain."""
+        if call.lease is None:
+            if not await self._waiting.once_more(call, head, tried or ()):
+                return False
+            self.observer.retried(call.exchange, reason)
+        else:
+            self.observer.retried(call.exchange, reason)
+            if tried is not None and (seconds := pause(reason, call.exchange.attempts, random.random())):
+                await asyncio.sleep(seconds)
+        return True
 
     def _retries_after(
         self,
@@ -106,21 +125,24 @@ class Attempts:
         upload: Upload,
         tried: list[Backend] | None,
     ) -> bool:
-        """Whether there is another attempt; its lease is then the call's. `tried`: None where it is to be the same backend."""
+        """Whether there is another attempt; its lease is then the call's, or None if that is to be waited for. `tried`: None
+        where it is to be the same backend."""
         attempts = call.exchange.attempts
         if tried is None:
             return self.retries.again(failure, head.method, attempts, body_kept=upload.kept)
         following = self._following(call, tried)
-        if following is None:
+        if following is None and not self.fleet.held_up(call, tried):
             return False  # what went wrong says more than that there is nobody else
         if not self.retries.again(failure, head.method, attempts, body_kept=upload.kept):
-            following.release()
+            if following is not None:
+                following.release()
             return False
         self._move(call, following)
         return True
 
     def _is_turned_away(self, call: Call, response: ResponseHead, upload: Upload, tried: list[Backend]) -> bool:
-        """Whether somebody else is to be asked than the backend that answered so; the new lease is then the call's."""
+        """Whether somebody else is to be asked than the backend that answered so; the new lease is then the call's, or None if
+        that is to be waited for."""
         assert call.lease is not None
         backend, now = call.lease.backend, time.monotonic()
         seconds = headers.retry_after(response, time.time()) if response.status in (429, 503) else None
@@ -129,10 +151,11 @@ class Attempts:
         if call.hedged or not upload.kept or response.status not in self.retries.settings.statuses:
             return False
         following = self._following(call, tried)
-        if following is None:
+        if following is None and not self.fleet.held_up(call, tried):
             return False
         if not self.retries.turned_away(response.status, seconds, call.exchange.attempts, body_kept=upload.kept):
-            following.release()
+            if following is not None:
+                following.release()
             return False
         backend.answered(response.status, now)
         self._move(call, following)
@@ -144,7 +167,7 @@ class Attempts:
         tried.append(call.lease.backend)
         return self.fleet.pick(call, tried)
 
-    def _move(self, call: Call, following: Lease) -> None:
+    def _move(self, call: Call, following: Lease | None) -> None:
         assert call.lease is not None
         call.lease.release()
         call.lease = following
@@ -169,7 +192,7 @@ class Attempts:
         host = head.named.get(b"host", b"") if route.authority is None else route.authority
         octets = headers.upstream_head(
             head,
-            route.target,
+            route.target if call.target is None else call.target,
             host=origin.host_field,
             request_id=call.request_id,
             forwarding=call.client.forwarding(host) if policy.forwarded else None,
@@ -255,4 +278,6 @@ class Attempts:
 def _hedged_after(call: Call, hedges: Mapping[str, Hedge], upload: Upload) -> float | None:
     """Seconds after which a second backend is asked; None: never."""
     rule = hedges.get(call.exchange.model or "")
-    return None if rule is None or not upload.kept else rule.delay(call.exchange.stream)
+    if rule is None or not upload.kept or (call.route is not None and call.route.path == REALTIME):
+        return None
+    return rule.delay(call.exchange.stream)

@@ -49,6 +49,7 @@ class Policy:
     classes: Classes = dataclasses.field(default_factory=Classes)  # of priority
     hedges: Mapping[str, Hedge] | None = None  # by the model's name; None: no model has one
     migrations: Mapping[str, int] | None = None  # how many a stream may make, by the model's name
+    renamed: frozenset[str] = frozenset()  # aliases that answers are to name (models.NAME.rewrite_response)
     step: float = 60.0  # seconds after which a running exchange is first looked at (`Timeouts.shortest`)
 
 
@@ -84,6 +85,7 @@ class Call(Leg):
     slot: Quotas | None = None  # of the admission, and what goes back with it
     way: Way | None = None  # that requests for its model take
     aim: Aim | None = None  # other ways, where the model is an alias
+    target: bytes | None = None  # as it is sent, where an alias stood in it
     usage_asked = False  # by the gateway, not by the client
     key: float | None = None  # what it is kept together with others by
     tokens = 0  # of its prompt, about

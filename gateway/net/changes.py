@@ -1,23 +1,57 @@
-"""What is changed in a decode engine's answer, or kept of it, where an option asks for that."""
+"""What is changed in an answer, or kept of it, where an option asks for that."""
 
 from __future__ import annotations
 
 import time
 from typing import Final
 
+from gateway.core import headers
 from gateway.core.disagg.body import Body
 from gateway.core.disagg.usage import CachedTokens, corrected
-from gateway.core.edits import EVENT_END, Listener, WholeEditor
+from gateway.core.edits import EVENT_END, Both, Editor, Listener, UsageStripper, WholeEditor
+from gateway.core.head import NONE, ResponseHead
+from gateway.core.meter import Meter
+from gateway.core.rename import EventRenamer, Renaming
 from gateway.errors import Refusal
+from gateway.net.call import Call
 from gateway.net.paired import Paired
-from gateway.net.relay import Edit
 
 # Whose usage says cached_tokens
 _COUNTED: Final = frozenset((b"/v1/chat/completions", b"/v1/completions", b"/v1/responses"))
 
 
-def edit(paired: Paired, streamed: bool) -> Edit | None:
-    """Of an answer with a status of 2xx."""
+def edit(call: Call, response: ResponseHead, kind: bytes, meter: Meter | None) -> Editor | None:
+    """Of any answer: `kind` is its media type."""
+    edit: Editor | None = None
+    if meter is not None:
+        if call.usage_asked and meter.streamed:
+            edit = UsageStripper()
+        elif call.paired is not None:
+            edit = _of_pair(call.paired, meter.streamed)
+    renaming = _renaming(call, response)
+    if renaming is None:
+        return edit
+    if kind == b"text/event-stream":
+        renamer: Editor = EventRenamer(renaming)
+    elif kind == b"application/json":
+        renamer = WholeEditor(renaming.renamed)
+    else:
+        return edit
+    return renamer if edit is None else Both(edit, renamer)
+
+
+def _renaming(call: Call, response: ResponseHead) -> Renaming | None:
+    """Where the client asked by an alias, and it is to be answered by the same (models.NAME.rewrite_response)."""
+    exchange = call.exchange
+    if call.aim is None or exchange.model is None or exchange.model not in call.policy.renamed:
+        return None
+    if not 200 <= response.status < 300 or response.framing is NONE or headers.is_coded(response):
+        return None
+    return Renaming(exchange.model, exchange.path)
+
+
+def _of_pair(paired: Paired, streamed: bool) -> Editor | None:
+    """Of a decode engine's answer with a status of 2xx."""
     if not paired.edits or not paired.transferred:
         return None
     asked, settings = paired.asked, paired.settings

@@ -7,7 +7,7 @@ the same, and so are the errors. Deadlines are the caller's: however a page is l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from gateway.core.framing import CloseReader, reader_of
 from gateway.core.head import ResponseHead
@@ -19,19 +19,24 @@ HELD_MOST = 1 << 20  # octets of a page that wait for their reader before no mor
 Field = tuple[bytes, bytes]
 
 
-async def fetch(connections: ConnectionPool, path: str, most: int) -> tuple[int, bytes]:
-    """Status and body, of `most` octets at most. Raises Refusal, of which UpstreamFailed is one."""
-    page = await open_page(connections, path)
+async def fetch(
+    connections: ConnectionPool, path: str, most: int, connected: Callable[[], None] = lambda: None
+) -> tuple[int, bytes]:
+    """Status and body, of `most` octets at most. `connected`: called when it is. Raises Refusal, also UpstreamFailed."""
+    page = await open_page(connections, path, connected=connected)
     try:
         return page.head.status, await page.whole(most)
     finally:
         page.close()
 
 
-async def open_page(connections: ConnectionPool, path: str, fields: Iterable[Field] = ()) -> Page:
+async def open_page(
+    connections: ConnectionPool, path: str, fields: Iterable[Field] = (), connected: Callable[[], None] = lambda: None
+) -> Page:
     """A page whose head has come; whoever has it closes it. Raises Refusal, of which UpstreamFailed is one."""
     connection = await connections.open()
     try:
+        connected()
         head = await connection.send(_request(connections, path, fields), b"GET")
         return Page(connection, head)
     except BaseException:

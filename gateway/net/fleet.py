@@ -12,7 +12,7 @@ from gateway.core.head import RequestHead
 from gateway.core.models import Models, Rule, Way
 from gateway.core.pool import Pool
 from gateway.errors import Refusal
-from gateway.net.aim import aim
+from gateway.net.aim import Aim, aim
 from gateway.net.call import Call, Upload
 from gateway.net.legs import Leg
 from gateway.net.upstream import ConnectionPool
@@ -79,17 +79,34 @@ class Fleet:
         """A lease, and in the same step the connections that belong to it, which `leg` is given; None: the call itself.
 
         Where the call's model is an alias, and nobody who serves the one it stands for so far can be reached, or all of them
-        have been tried, it goes on to the next one; but not for a leg beside, whose body is that of the first one.
+        have been tried or are full, it goes on to the next one; but not for a leg beside, whose body is that of the first one.
         """
         assert call.way is not None
         lease = self._lease(call, call.way.backends, tried)
         if leg is None:
-            while lease is None and call.aim is not None and (tried or not call.way.backends.routable) and call.aim.go_on(call):
+            while lease is None and call.aim is not None and self._leads_on(call, call.aim, tried) and call.aim.go_on(call):
                 lease = self._lease(call, call.way.backends, tried)
         if lease is not None:
             connections = self.loopback[1] if self.loopback is not None and self._loops_back(call) else self.connections
             (call if leg is None else leg).connections = connections[lease.backend.name]
         return lease
+
+    def _leads_on(self, call: Call, aim: Aim, tried: Sequence[Backend]) -> bool:
+        """Whether an alias' call that nobody takes now goes on. A second try stays with those who are full, to wait for them,
+        where no other target has room either."""
+        assert call.way is not None
+        if not tried:
+            return not call.way.backends.routable
+        now = time.monotonic()
+        if not call.way.backends.others(tried, now):
+            return True
+        return any(not b.full for way in aim.left for b in way.backends.others(tried, now))
+
+    def held_up(self, call: Call, tried: Sequence[Backend]) -> bool:
+        """Whether somebody could serve its second try who is only full."""
+        assert call.way is not None
+        others = call.way.backends.others(tried, time.monotonic())
+        return bool(others) and all(b.full for b in others)
 
     def _lease(self, call: Call, pool: Pool, tried: Sequence[Backend]) -> Lease | None:
         stream = call.exchange.stream is True

@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from gateway.core import headers
 from gateway.core.admission import Admission
 from gateway.core.backend import Backend
-from gateway.core.edits import UsageStripper
+from gateway.core.edits import Editor
 from gateway.core.exchange import Exchange, Observer
 from gateway.core.framing import CloseReader, reader_of
 from gateway.core.head import CHUNKED, CLOSE, LENGTH, NONE, RequestHead, ResponseHead
@@ -41,7 +41,7 @@ from gateway.net.disagg import Pairs
 from gateway.net.downstream import Downstream, Request
 from gateway.net.fleet import Fleet
 from gateway.net.paired import PairObserver
-from gateway.net.relay import Edit, Relay
+from gateway.net.relay import Relay
 from gateway.net.tasks import Tasks
 from gateway.net.tunnel import Tunnel
 from gateway.net.upstream import Connection
@@ -80,7 +80,7 @@ class Gateway:
         self._edges = edges  # of the histogram of gaps, which each stream fills by itself
         self._tasks = Tasks()
         watch = Watch(self.live, self._expired)
-        self._attempts = Attempts(fleet, admission, retries, observer, self._tasks, watch)
+        self._attempts = Attempts(fleet, admission, retries, observer, self._tasks, watch, self._waiting)
         self.pairs = Pairs(
             fleet, admission, retries, observer, pair_observer, self._attempts, watch, self._tasks, self._waiting
         )
@@ -208,9 +208,9 @@ class Gateway:
         keep_alive = answers.can_go_on(call, head, self.draining)
         kind = headers.media_type(response.named)
         meter = exchange.meter = self._meter(call, response, kind)
-        edit: Edit | None = UsageStripper() if call.usage_asked and meter is not None and meter.streamed else None
-        if call.paired is not None and edit is None and meter is not None:
-            edit = changes.edit(call.paired, meter.streamed)
+        edit: Editor | None = None
+        if call.usage_asked or call.aim is not None or call.paired is not None:
+            edit = changes.edit(call, response, kind, meter)
         framing = response.framing
         if framing is CHUNKED or framing is CLOSE or (framing is LENGTH and edit is not None and edit.resizes):
             framing = CHUNKED if head.minor else CLOSE

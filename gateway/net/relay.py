@@ -17,9 +17,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING
 
 from gateway.core import framing
+from gateway.core.edits import Editor
 from gateway.core.exchange import Exchange, Observer
 from gateway.core.framing import BodyReader, ChunkedReader, CloseReader, LengthReader
 from gateway.core.head import CHUNKED, Framing
@@ -37,16 +38,6 @@ _clock = time.monotonic
 _STREAM = Phase.STREAM
 _QUOTE, _BACKSLASH, _LF, _CR = b'"\\\n\r'
 _BETWEEN, _AT_END = b"\0", b"\\\0"  # what parts texts that are looked at together; a backslash at the end of one
-
-
-class Edit(Protocol):
-    """Changes a body's payload. What it holds back comes with a later piece, or at the end."""
-
-    resizes: ClassVar[bool]  # the body's length is not what it was
-
-    def feed(self, pieces: list[bytes]) -> list[bytes]: ...
-
-    def end(self) -> list[bytes]: ...
 
 
 class Relay:
@@ -67,7 +58,7 @@ class Relay:
         observer: Observer,
         now: float,
         event_stream: bool = False,
-        edit: Edit | None = None,
+        edit: Editor | None = None,
         coalesce: tuple[float, int] | None = None,
         begun: Callable[[float], None] | None = None,
     ):

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gateway.core.admission import Admission, Line
+from gateway.core.backend import Backend
 from gateway.core.head import RequestHead
 from gateway.core.models import Way
-from gateway.core.outcome import Phase
+from gateway.core.outcome import Outcome, Phase
 from gateway.core.priority import Classes
 from gateway.core.routing import Route
+from gateway.errors import Refusal
 from gateway.net import body
 from gateway.net.call import Call, Upload
 from gateway.net.fleet import Fleet
+
+
+class _Others:
+    """Where a second try's line leads to: whoever has not been tried (`core.admission.Room`)."""
+
+    def __init__(self, fleet: Fleet, call: Call, tried: Sequence[Backend]):
+        self._fleet, self._call, self._tried = fleet, call, tried
+
+    @property
+    def has_room(self) -> bool:
+        """Or nobody can be reached: then waiting is in vain."""
+        return not self._fleet.held_up(self._call, self._tried)
 
 
 class Waiting:
@@ -55,8 +69,37 @@ class Waiting:
 
         await self.stand(call, head, way, way.rank, pick)
 
-    async def stand(self, call: Call, head: RequestHead, line: Line, rank: int | None, take: Callable[[], None]) -> None:
-        """Wait in a line. `take` takes what it leads to, in the same step as the slot; it must not raise. Raises Refusal."""
+    async def once_more(self, call: Call, head: RequestHead, tried: Sequence[Backend]) -> bool:
+        """Wait for a backend that is not among `tried`, where all of these are full: in the queue, as for the first one.
+        Returns whether the call has a lease now; if not, it has its slot all the same, to be told what went wrong before."""
+        exchange, fleet, way, slot = call.exchange, self._fleet, call.way, call.slot
+        assert way is not None and slot is not None
+
+        def pick() -> None:
+            call.lease = fleet.pick(call, tried)
+
+        began = time.monotonic()
+        waited = 0.0 if exchange.queued is None or exchange.selected is None else exchange.selected - exchange.queued
+        exchange.queued = began - waited  # so that it tells of both waits
+        call.slot = None
+        self._admission.release(slot)
+        try:
+            line = Line(_Others(fleet, call, tried), way.model, way.quotas, way.rank)
+            await self.stand(call, head, line, way.rank, pick, waited)
+        except Refusal as refusal:
+            self._admission.take(way)
+            call.slot = way.quotas
+            if refusal.outcome is Outcome.TIMEOUT_TOTAL:
+                raise
+        finally:
+            exchange.selected = time.monotonic()
+        return call.lease is not None
+
+    async def stand(
+        self, call: Call, head: RequestHead, line: Line, rank: int | None, take: Callable[[], None], waited: float = 0.0
+    ) -> None:
+        """Wait in a line. `take` takes what it leads to, in the same step as the slot; it must not raise. `waited`: seconds
+        before, of those that it may. Raises Refusal."""
         admission, seconds, exchange = self._admission, call.policy.timeouts.queue, call.exchange
         exchange.phase, now = Phase.QUEUE, time.monotonic()
         exchange.queued = now if exchange.queued is None else exchange.queued
@@ -69,10 +112,10 @@ class Waiting:
             if not turn.done():
                 turn.set_result(None)
 
-        ticket = admission.ticket(line, granted, _rank(call, head, rank), seconds)
+        ticket = admission.ticket(line, granted, _rank(call, head, rank), seconds - waited)
         try:
             message = f"no slot came free within {seconds:g} s (timeouts.queue)"
-            await body.timed(call, turn, seconds, "queue_timeout", message, retry_after=1)
+            await body.timed(call, turn, seconds - waited, "queue_timeout", message, retry_after=1)
         finally:
             admission.leave(ticket)
 

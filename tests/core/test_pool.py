@@ -166,3 +166,53 @@ def test_random_operations(balance: str, seed: int) -> None:
         for backend in pool.backends:
             assert 0 <= backend.in_flight <= 3
             assert backend.in_flight == sum(lease.backend is backend for lease in out)
+
+
+# health.panic -------------------------------------------------------------------------------------------------------------
+
+PANIC = HealthSettings(fail=1, pass_=1, panic=True)
+DOUBTED = ["well", "down", "spared", "spared full", "spared open", "spared drained", "spared asleep"]
+
+
+def doubted(name: str, kind: str) -> Backend:
+    backend = made(name, kind)
+    if "spared" in kind:
+        backend.probed(False, PANIC, connected=True)
+    elif kind == "down":
+        backend.probed(False, PANIC, connected=False)
+    backend.draining, backend.asleep = "drained" in kind, "asleep" in kind
+    return backend
+
+
+@pytest.mark.parametrize("kinds", list(itertools.product(DOUBTED, repeat=2)), ids=lambda kinds: " + ".join(kinds))
+def test_a_last_resort_is_for_when_nobody_is_in_service(kinds: tuple[str, str]) -> None:
+    """Down, but it takes connections: asked where no other can be, and has room; a second time only where no breaker keeps it
+    out. What the pool says of its room, and of its lack, holds for it, too."""
+    pool = Pool([doubted(f"b{i}", kind) for i, kind in enumerate(kinds)])
+    asked = [k for k in kinds if k == "well"] or [k for k in kinds if k in ("spared", "spared full", "spared open")]
+    assert [b.name for b in pool.asked] == [f"b{i}" for i, k in enumerate(kinds) if k in asked]
+    assert pool.routable is ("well" in kinds)
+    free = [k for k in asked if "full" not in k]
+    assert pool.has_room is (bool(free) or not asked)
+    lease = pool.pick(NOW)
+    assert (lease is not None) is bool(free)
+    if lease is None:
+        assert pool.nobody().code == ("overloaded" if asked else "no_backend")
+        return
+    assert kinds[int(lease.backend.name[1])] in free
+    others = [k for i, k in enumerate(kinds) if f"b{i}" != lease.backend.name and k in asked]
+    second = pool.pick(NOW, [lease.backend])
+    assert (second is not None) is any(k in ("well", "spared") for k in others)
+
+
+def test_a_last_resort_is_none_any_more() -> None:
+    """Once it is well, or takes no connection, or the operator takes back his word; and each of that is a change."""
+    backend = Backend("a", "http://a")
+    assert backend.probed(False, PANIC, connected=True)
+    assert backend.last_resort
+    assert not backend.probed(False, PANIC, connected=True)
+    for settings, well, connected in ((PANIC, True, True), (PANIC, False, False), (HEALTH, False, True)):
+        backend.probed(False, PANIC, connected=True)
+        assert backend.last_resort
+        assert backend.probed(well, settings, connected=connected)
+        assert not backend.last_resort

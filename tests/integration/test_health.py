@@ -185,3 +185,36 @@ async def test_undrain(start_gateway: Start) -> None:
 
 async def out(gateway: Gateway) -> list[str]:
     return [b["name"] for b in (await gateway.admin(s.get("/-/backends/out"))).json()]
+
+
+@pytest.mark.parametrize("probe", [s.reply(503, b""), s.reply(404, b""), silent], ids=["503", "404", "late"])
+async def test_panic(start_gateway: Start, probe: s.Script) -> None:
+    """All are down by their probes, and take connections: with health.panic they are asked all the same, and what is told of
+    the fleet's health stays. Once one of them is well again, it alone is asked; those that take no connection never are."""
+    async with fleet(3) as backends:
+        config = {"health": {**FAST, "fail": 1, "pass": 1, "panic": True}, "balance": "round_robin"}
+        gateway = await start_gateway(config=config, backends=urls(backends))
+        backends[2].close_listener()
+        for backend in backends[:2]:
+            backend.probes["/health"] = probe
+        await reached(gateway, 3, state="down")
+        await until(lambda: gateway.stderr().count("asked where no other can be (health.panic)") >= 2, "both are last resorts")
+        assert [(await gateway.ask()).status for _ in range(6)] == [200] * 6
+        assert [len(backend.requests) for backend in backends] == [3, 3, 0]
+        assert (await gateway.ask(s.get("/v1/models"))).status == 200
+        assert (await gateway.admin(s.get("/readyz"))).status == 503
+        assert (await gateway.ask(s.get("/health"))).status == 503
+        backends[1].probes["/health"] = s.reply()
+        await reached(gateway, 1, state="up")
+        assert [(await gateway.ask()).status for _ in range(4)] == [200] * 4
+        assert [len(backend.requests) for backend in backends] == [3, 7, 0]
+        for backend in backends[:2]:
+            backend.close_listener()
+        await reached(gateway, 3, state="down")
+
+        async def refused() -> bool:
+            return (await gateway.ask()).get("x-gateway-error") == "no_backend"
+
+        async with asyncio.timeout(10):
+            while not await refused():
+                await asyncio.sleep(0.05)

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from tests.integration.test_websocket import UPGRADE, agree
 from tests.support import script as s
-from tests.support.gateway import Gateway
+from tests.support.gateway import Gateway, until
 from tests.support.messages import Message
 from tests.support.upstream import RawUpstream
 
@@ -138,7 +139,7 @@ async def test_one_backend_judges_itself(start_gateway: Start) -> None:
         answer = await gateway.ask(chat("x"))
         assert (answer.status, answer.get("x-gateway-error")) == (404, None)
         assert (await gateway.ask(s.get("/v1/models"))).json()["data"][0]["owned_by"] == "vllm"
-        assert one.probed.count("/v1/models") >= 2  # it has been asked for this one, too
+        await until(lambda: one.probed.count("/v1/models") >= 2, "it has been asked for this one, and by the gateway itself")
 
 
 # what is not there --------------------------------------------------------------------------------------------------------
@@ -214,6 +215,55 @@ async def test_one_value_is_rewritten(start_gateway: Start) -> None:
             (entry,) = await gateway.logged(request_id=f"r{number}")
             assert (entry["model"], entry["outcome"], entry["bytes_in"]) == ("gpt-4", "complete", len(sent))
         assert await gateway.metric("tokenpipe_requests_total", model="gpt-4", code="200") == number + 1
+
+
+def answering(alias: str = "gpt-4", **more: Any) -> dict[str, Any]:
+    target = {"route_to": [{"model": "llama"}]}
+    return {"health": SLOW, "models": {alias: {**target, "rewrite_response": True}, "plain": target}, **more}
+
+
+async def test_an_answer_names_the_alias_where_that_is_asked_for(start_gateway: Start) -> None:
+    """Whole and streamed, of the alias that asks for it alone, on a connection that goes on; and with
+    usage: inject, whose own event goes out all the same."""
+    async with serving(("llama",)) as (one,):
+        body = b'{"id": "x", "model":\t"llama", "n": 1.0}'
+        gateway = await start_gateway(config=answering(usage="inject"), backends=[one.url])
+        client = await gateway.connect()
+        one.script = s.reply(200, body)
+        for model, wanted in (("gpt-4", "gpt-4"), ("plain", "llama"), ("llama", "llama"), ("gpt-4", "gpt-4")):
+            answer = await client.ask(chat(model))
+            assert answer.body == body.replace(b"llama", wanted.encode())
+            embeddings = await client.ask(s.post({"model": model, "input": "x"}, "/v1/embeddings"))
+            assert embeddings.body == answer.body
+        usage = s.event({"id": "x", "model": "llama", "choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}})
+        events = s.delta("a", model="llama"), s.delta("llama", model="llama", finish="stop"), usage, s.DONE
+        one.script = s.stream(*events)
+        for model, wanted in (("gpt-4", "gpt-4"), ("plain", "llama")):
+            answer = await client.ask(chat(model, stream=True))
+            assert answer.body == s.delta("a", model=wanted) + s.delta("llama", model=wanted, finish="stop") + s.DONE
+        client.fin()
+        entries = await gateway.logged(2, stream=True)
+        assert [(entry["model"], entry["outcome"], entry["output_tokens"]) for entry in entries] == [
+            ("gpt-4", "complete", 2), ("plain", "complete", 2)
+        ]  # fmt: skip
+
+
+async def test_what_is_not_looked_into_names_the_target(start_gateway: Start) -> None:
+    """Coded answers, other content types, errors, and HTTP/1.0, whose end of the body is the connection's."""
+    async with serving(("llama",)) as (one,):
+        body = b'{"model": "llama"}'
+        gateway = await start_gateway(config=answering(), backends=[one.url])
+        for status, fields in (
+            (200, [s.JSON_TYPE, ("Content-Encoding", "gzip")]),
+            (200, [("Content-Type", "text/plain")]),
+            (404, [s.JSON_TYPE]),
+        ):
+            one.script = s.reply(status, body, fields=fields)
+            answer = await gateway.ask(chat("gpt-4"))
+            assert (answer.body, answer.get("content-length")) == (body, str(len(body)))
+        one.script = s.reply(200, body)
+        answer = await gateway.ask(s.post({"model": "gpt-4"}, version="1.0"))
+        assert (answer.body, answer.get("transfer-encoding")) == (b'{"model": "gpt-4"}', None)
 
 
 async def test_two_names_of_which_the_last_one_holds(start_gateway: Start) -> None:
@@ -393,3 +443,53 @@ async def test_reload_changes_models(start_gateway: Start) -> None:
         assert asked(backends[1]) == Counter(b=1)
         assert (await gateway.admin(s.get("/-/config"))).json()["models"]["gpt-4"]["route_to"][0]["model"] == "b"
         assert [b["models"] for b in (await gateway.admin(s.get("/-/backends"))).json()] == [["a"], ["b"]]
+
+
+# WebSockets ---------------------------------------------------------------------------------------------------------------
+
+
+def realtime(query: str, request_id: str = "ws") -> bytes:
+    return s.get(f"/v1/realtime{query}", [*UPGRADE, ("X-Request-Id", request_id)])
+
+
+async def test_a_websocket_goes_by_its_query(start_gateway: Start) -> None:
+    """/v1/realtime?model=NAME: to who serves it, every octet of the target as it came; an alias' value alone is rewritten, for
+    a fallback once more; one that nobody knows gets 404; and the log names what the client named."""
+    async with serving(("a",), ("b/c d",)) as (one, two):
+        target = {"route_to": [{"model": "a"}, {"model": "b/c d", "fallback": True}]}
+        config = {"health": SLOW, "models": {"gpt 4": target}}
+        gateway = await start_gateway(config=config, backends=[one.url, two.url])
+        for backend in (one, two):
+            backend.script = agree
+        for query in ("?model=a", "?x=1&mod%65l=%61&y=%2f+", "?model=what&model=a&"):
+            client = await gateway.connect()
+            await client.send(realtime(query))
+            assert (await client.read_response_head()).status == 101
+            assert one.requests[-1].target == "/v1/realtime" + query
+            client.reset()
+        client = await gateway.connect()
+        await client.send(realtime("?model=b%2Fc+d"))
+        assert (await client.read_response_head()).status == 101
+        assert [request.target for request in two.requests] == ["/v1/realtime?model=b%2Fc+d"]
+        client.reset()
+        client = await gateway.connect()
+        await client.send(realtime("?a=%20+&model=gpt+4&b=%7E", "alias"))
+        assert (await client.read_response_head()).status == 101
+        assert one.requests[-1].target == "/v1/realtime?a=%20+&model=a&b=%7E"
+        client.reset()
+        (entry,) = await gateway.logged(request_id="alias")
+        assert (entry["model"], entry["status"]) == ("gpt 4", 101)
+        assert "'gpt-4' does not exist" in refused(await gateway.ask(realtime("?model=gpt-4")), 404, "unknown_model")
+        one.close_listener()
+        client = await gateway.connect()
+        await client.send(realtime("?model=gpt%204"))
+        assert (await client.read_response_head()).status == 101
+        assert two.requests[-1].target == "/v1/realtime?model=b%2Fc%20d"
+        client.reset()
+        count = len(one.requests) + len(two.requests)
+        for query in ("", "?model=", "?model", "?models=a"):  # names none: anywhere
+            client = await gateway.connect()
+            await client.send(realtime(query))
+            assert (await client.read_response_head()).status == 101
+            client.reset()
+        assert len(one.requests) + len(two.requests) == count + 4

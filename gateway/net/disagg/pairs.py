@@ -199,7 +199,7 @@ class Pairs:
 
     def _can_serve(self, call: Call) -> bool:
         fleet = self.means.fleet
-        return fleet.serves_whole(call) or all(fleet.of(role, call).routable for role in ("prefill", "decode"))
+        return fleet.serves_whole(call) or all(fleet.of(role, call).asked for role in ("prefill", "decode"))
 
     def _bypass(self, call: Call, asked: Asked, settings: PairSettings) -> str | None:
         """Why one backend is to serve it alone. Raises Refusal."""
