@@ -173,8 +173,8 @@ async def test_engines_are_not_asked_in_vain(start_gateway: Start, balance: str,
         gateway = await start_gateway(config={"balance": balance, "health": SLOW}, backends=urls(backends))
         await takers(gateway, backends, *[s.post()] * 3)
         await until(lambda: all("/v1/models" in b.probed for b in backends), "a look at the models")
-        await asyncio.sleep(0.2)
-        assert not any("/metrics" in b.probed for b in backends)
+        await asyncio.sleep(1.5)  # a look each second is what the balancing would take
+        assert all(b.probed.count("/metrics") <= 1 for b in backends)  # once, whether it is a vLLM that may sleep
 
 
 @pytest.mark.parametrize("status", [429, 500])
