@@ -34,7 +34,7 @@ class Health(enum.StrEnum):
 
 # Looked up once: see core.head.
 _UNKNOWN, _UP, _DOWN = Health
-_HALF_OPEN = BreakerState.HALF_OPEN
+_CLOSED, _HALF_OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN
 
 
 class HealthSettings(NamedTuple):
@@ -117,6 +117,16 @@ class Backend:
     @property
     def full(self) -> bool:
         return self.max_in_flight is not None and self.in_flight >= self.max_in_flight
+
+    def has_place(self, now: float) -> bool:
+        """It is routable, has room, and no breaker keeps it out: asked of several for each exchange, so in one piece."""
+        return (
+            self.health is not _DOWN
+            and not self.draining
+            and not self.asleep
+            and (self.max_in_flight is None or self.in_flight < self.max_in_flight)
+            and (self.breaker.state is _CLOSED or self.breaker.allows(now))
+        )
 
     @property
     def state(self) -> str:

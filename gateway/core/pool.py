@@ -79,10 +79,12 @@ class Pool:
         self._ramp.picks += 1
 
         def sound(backend: Backend) -> bool:
-            return backend.routable and backend not in tried and not backend.full and backend.breaker.allows(now)
+            return backend.has_place(now) and backend not in tried
 
         def fit(backend: Backend) -> bool:
-            return sound(backend) and (now < backend.caution.look_from or self._is_given(backend, now))
+            if not backend.has_place(now) or backend in tried:
+                return False
+            return now < backend.caution.look_from or self._is_given(backend, now)
 
         choose = self._policy.choose
         chosen = choose(fit, now, chance, key)

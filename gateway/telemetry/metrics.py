@@ -29,7 +29,7 @@ from gateway.telemetry.stages import Stages
 NONE = "none"
 MAX_BACKENDS = 256
 MAX_SERIES = 512  # pairs of a model and a backend
-FOLD_AT = 32  # ended exchanges that wait to be counted
+FOLD_AT = 128  # ended exchanges that wait to be counted: over many models and backends there are still some alike
 MAX_WORDS = 64  # distinct reasons of one counter
 
 STATUSES = frozenset(status.value for status in http.HTTPStatus)
