@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from gateway.control.scrapes import Scrapes
 from gateway.core.backend import Backend, Health, HealthSettings
 from gateway.errors import GatewayError, UpstreamFailed
-from gateway.net.fetch import fetch
+from gateway.net.fetch import fetch_first, fetch_next
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import ConnectionPool
 
@@ -106,40 +106,43 @@ class Probes:
         next_models = next_sleep = 0.0
         while True:
             began = time.monotonic()
-            well, connected = await self._is_well(target)
+            models_due, sleep_due = began >= next_models, began >= next_sleep
+            well, connected = await self._is_well(target, more=models_due or sleep_due)
             if well is not None and backend.probed(well, settings.thresholds, time.monotonic(), connected):
                 level = logging.INFO if backend.health is Health.UP else logging.WARNING
                 last = ", and asked where no other can be (health.panic)" if backend.last_resort else ""
                 log.log(level, "the backend %s is %s%s", backend.name, backend.health.value, last)
                 self._changed()
-            if well and began >= next_sleep and not await self._look_for_sleep(target):
+            if well and sleep_due and not await self._look_for_sleep(target, more=models_due):
                 next_sleep = began + UNASKED
-            if well and not backend.asleep and began >= next_models:
+            if well and not backend.asleep and models_due:
                 next_models = began + settings.models_interval
                 await self._learn_models(target)
             await asyncio.sleep(max(settings.interval - (time.monotonic() - began), 0.05))
 
-    async def _is_well(self, target: Target) -> tuple[bool | None, bool]:
+    async def _is_well(self, target: Target, *, more: bool) -> tuple[bool | None, bool]:
         """Whether it is, and whether it took a connection. None: it could not be asked, for lack of something of ours, which
         says nothing of it."""
         made: list[None] = []
         try:
-            status, _ = await self._page(target, self._settings.path, lambda: made.append(None))
+            async with asyncio.timeout(self._settings.timeout):
+                path, connections = self._settings.path, target.connections
+                status, _ = await fetch_first(connections, path, PAGE_MOST, lambda: made.append(None), more=more)
         except (GatewayError, TimeoutError) as error:
             log.debug("the probe of %s failed: %r", target.backend.name, error)
             return False if isinstance(error, UpstreamFailed | TimeoutError) else None, bool(made)
         return 200 <= status < 300, True
 
-    async def _look_for_sleep(self, target: Target) -> bool:
+    async def _look_for_sleep(self, target: Target, *, more: bool) -> bool:
         """An engine that sleeps is well, and can do nothing. Returns whether it can tell. Only vLLM is asked for its page."""
         try:
-            status, body = await self._page(target, "/metrics")
+            status, body = await self._page(target, "/metrics", more=True)
             if status != 200:
                 asleep = None
             elif engines := _AWAKE.findall(body):
                 asleep = not any(map(float, engines))
             elif b"vllm:" in body:
-                status, body = await self._page(target, SLEEP)
+                status, body = await self._page(target, SLEEP, more=more)
                 asleep = json.loads(body)["is_sleeping"] if status == 200 else None
             else:
                 asleep = None
@@ -179,6 +182,7 @@ class Probes:
             backend.models = models
             self._learnt()
 
-    async def _page(self, target: Target, path: str, connected: Callable[[], None] = lambda: None) -> tuple[int, bytes]:
+    async def _page(self, target: Target, path: str, *, more: bool = False) -> tuple[int, bytes]:
+        """One of those that follow the probe. `more`: so does another one."""
         async with asyncio.timeout(self._settings.timeout):
-            return await fetch(target.connections, path, PAGE_MOST, connected)
+            return await fetch_next(target.connections, path, PAGE_MOST, more=more)

@@ -1,4 +1,5 @@
-"""Pages that the gateway itself asks for, of a backend or of a Kubernetes API: a GET over a connection of its own.
+"""Pages that the gateway itself asks for, of a backend or of a Kubernetes API: a GET over a connection of its own, or several
+in a row over one.
 
 What looks after backends sees them by the very way that requests go: addresses, TLS and the strictness with responses are
 the same, and so are the errors. Deadlines are the caller's: however a page is left, its connection is closed.
@@ -19,24 +20,50 @@ HELD_MOST = 1 << 20  # octets of a page that wait for their reader before no mor
 Field = tuple[bytes, bytes]
 
 
-async def fetch(
-    connections: ConnectionPool, path: str, most: int, connected: Callable[[], None] = lambda: None
+async def fetch(connections: ConnectionPool, path: str, most: int) -> tuple[int, bytes]:
+    """Status and body, of `most` octets at most. Raises Refusal, of which UpstreamFailed is one."""
+    return await _over(connections, await connections.open(), path, most, False)
+
+
+async def fetch_next(connections: ConnectionPool, path: str, most: int, *, more: bool) -> tuple[int, bytes]:
+    """The same, over the connection that the page before it has left, if it has. `more`: another page follows at once."""
+    connection = connections.take()
+    if connection is not None:
+        try:
+            return await _over(connections, connection, path, most, more)
+        except UpstreamFailed as failure:
+            if failure.code != "stale_connection":
+                raise
+    return await _over(connections, await connections.open(), path, most, more)
+
+
+async def fetch_first(
+    connections: ConnectionPool, path: str, most: int, connected: Callable[[], None], *, more: bool
 ) -> tuple[int, bytes]:
-    """Status and body, of `most` octets at most. `connected`: called when it is. Raises Refusal, also UpstreamFailed."""
-    page = await open_page(connections, path, connected=connected)
+    """The same, over a fresh connection. `connected`: called when it is. `more`: it is left for `fetch_next`."""
+    connection = await connections.open()
+    connected()
+    return await _over(connections, connection, path, most, more)
+
+
+async def _over(connections: ConnectionPool, connection: Connection, path: str, most: int, more: bool) -> tuple[int, bytes]:
     try:
-        return page.head.status, await page.whole(most)
-    finally:
-        page.close()
+        page = Page(connection, await connection.send(_request(connections, path, (), more), b"GET"))
+        found = page.head.status, await page.whole(most)
+        if more and page.clean:
+            connection.give_back()
+            return found
+    except BaseException:
+        connection.drop()
+        raise
+    connection.drop()
+    return found
 
 
-async def open_page(
-    connections: ConnectionPool, path: str, fields: Iterable[Field] = (), connected: Callable[[], None] = lambda: None
-) -> Page:
+async def open_page(connections: ConnectionPool, path: str, fields: Iterable[Field] = ()) -> Page:
     """A page whose head has come; whoever has it closes it. Raises Refusal, of which UpstreamFailed is one."""
     connection = await connections.open()
     try:
-        connected()
         head = await connection.send(_request(connections, path, fields), b"GET")
         return Page(connection, head)
     except BaseException:
@@ -44,15 +71,16 @@ async def open_page(
         raise
 
 
-def _request(connections: ConnectionPool, path: str, fields: Iterable[Field]) -> bytes:
+def _request(connections: ConnectionPool, path: str, fields: Iterable[Field], more: bool = False) -> bytes:
     origin = connections.origin
     credential = b"" if origin.credential is None else b"Authorization: Bearer %b\r\n" % origin.credential
-    more = b"".join(b"%b: %b\r\n" % field for field in fields)
-    return b"GET %b HTTP/1.1\r\nHost: %b\r\nUser-Agent: tokenpipe-probe\r\nAccept: */*\r\n%b%bConnection: close\r\n\r\n" % (
+    wanted = b"".join(b"%b: %b\r\n" % field for field in fields)
+    return b"GET %b HTTP/1.1\r\nHost: %b\r\nUser-Agent: tokenpipe-probe\r\nAccept: */*\r\n%b%b%b\r\n" % (
         path.encode(),
         origin.host_field,
         credential,
-        more,
+        wanted,
+        b"" if more else b"Connection: close\r\n",
     )
 
 
