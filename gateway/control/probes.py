@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from gateway.control.scrapes import Scrapes
+from gateway.core import engine_metrics
 from gateway.core.backend import Backend, Health, HealthSettings
 from gateway.errors import GatewayError, UpstreamFailed
 from gateway.net.fetch import fetch_first, fetch_next
@@ -26,9 +26,7 @@ log = logging.getLogger(__name__)
 
 PAGE_MOST = 1 << 22  # octets of what a backend says of itself
 NAMED_MOST = 1000  # models of one backend
-# vLLM from 0.11 on has a gauge for each engine (vllm/v1/metrics/loggers.py); before that, one in development mode has a page
-_AWAKE = re.compile(rb'^vllm:engine_sleep_state\{[^}\n]*sleep_state="awake"[^}\n]*\} +(\S+)', re.M)
-SLEEP = "/is_sleeping"
+SLEEP = "/is_sleeping"  # of a vLLM in development mode (vllm/entrypoints/serve/sleep), for those whose metrics do not say it
 UNASKED = 60.0  # seconds until a backend that does not know of sleep is asked again
 
 
@@ -55,7 +53,7 @@ class Probes:
         self._changed = changed  # some backend's health has
         self._learnt = learnt  # ... which models it serves has
         self._tasks = Tasks()
-        self._scrapes = Scrapes()
+        self._scrapes = Scrapes(self._sleeps)
         self._settings = ProbeSettings()
         self._targets: dict[str, Target] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
@@ -106,7 +104,10 @@ class Probes:
         next_models = next_sleep = 0.0
         while True:
             began = time.monotonic()
-            models_due, sleep_due = began >= next_models, began >= next_sleep
+            models_due = began >= next_models
+            sleep_due = began >= next_sleep and (
+                backend.engine is None or backend.engine.asleep is None
+            )  # else `scrapes` sees it
             well, connected = await self._is_well(target, more=models_due or sleep_due)
             if well is not None and backend.probed(well, settings.thresholds, time.monotonic(), connected):
                 level = logging.INFO if backend.health is Health.UP else logging.WARNING
@@ -137,24 +138,21 @@ class Probes:
         """An engine that sleeps is well, and can do nothing. Returns whether it can tell. Only vLLM is asked for its page."""
         try:
             status, body = await self._page(target, "/metrics", more=True)
-            if status != 200:
-                asleep = None
-            elif engines := _AWAKE.findall(body):
-                asleep = not any(map(float, engines))
-            elif b"vllm:" in body:
+            asleep: object = engine_metrics.asleep(body) if status == 200 else None
+            if asleep is None and status == 200 and b"vllm:" in body:
                 status, body = await self._page(target, SLEEP, more=more)
                 asleep = json.loads(body)["is_sleeping"] if status == 200 else None
-            else:
-                asleep = None
         except (GatewayError, TimeoutError):
             return True  # another time
         except (ValueError, KeyError, TypeError, RecursionError):
             asleep = None
-        backend = target.backend
-        if backend.fell_asleep(asleep is True, time.monotonic()):
-            log.info("the backend %s %s", backend.name, "sleeps" if backend.asleep else "is awake")
-            self._changed()
+        self._sleeps(target.backend, asleep is True)
         return isinstance(asleep, bool)
+
+    def _sleeps(self, backend: Backend, asleep: bool) -> None:
+        if backend.fell_asleep(asleep, time.monotonic()):
+            log.info("the backend %s %s", backend.name, "sleeps" if asleep else "is awake")
+            self._changed()
 
     async def _learn_models(self, target: Target) -> None:
         """Take the list only where it came whole: half of one would hide models that are served."""

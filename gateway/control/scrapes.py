@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from gateway.core import engine_metrics
 from gateway.core.backend import Backend
@@ -34,7 +34,9 @@ MISSED = 3  # looks without a result after which what was learnt is stale
 class Scrapes:
     """The tasks that look, one a backend."""
 
-    def __init__(self) -> None:
+    def __init__(self, sleeps: Callable[[Backend, bool], None] = lambda backend, asleep: None) -> None:
+        """`sleeps`: told of an engine that says whether it does."""
+        self._sleeps = sleeps
         self._tasks = Tasks()
         self._timeout = 0.0
         self._watching: dict[Target, asyncio.Task[None]] = {}
@@ -65,6 +67,8 @@ class Scrapes:
                 began = time.monotonic()
                 found = await _scrape(backend, connections, self._timeout) if backend.routable else None
                 now = time.monotonic()
+                if found and backend.engine is not None and backend.engine.asleep is not None:
+                    self._sleeps(backend, backend.engine.asleep)
                 if found:
                     fresh_until = now + MISSED * self._interval
                 elif backend.engine is not None and (found is False or now >= fresh_until):

@@ -1,8 +1,9 @@
 """What an engine's own /metrics says of its load: a handful of lines of a page of a thousand.
 
-vLLM: `num_requests_running`, `num_requests_waiting`, `kv_cache_usage_perc`, formerly `gpu_cache_usage_perc`
-(vllm/v1/metrics/loggers.py), each once for an `engine` of data parallelism. SGLang: `num_running_reqs`, `num_queue_reqs`,
-`token_usage` (sglang/srt/metrics/collector.py), once for a `dp_rank`, and perhaps by each `tp_rank` of it, which say the same.
+vLLM: `num_requests_running`, `num_requests_waiting`, `kv_cache_usage_perc`, formerly `gpu_cache_usage_perc`, and
+`engine_sleep_state` (vllm/v1/metrics/loggers.py), each for an `engine` of data parallelism. SGLang: `num_running_reqs`,
+`num_queue_reqs`, `token_usage` (sglang/srt/metrics/collector.py), once for a `dp_rank`, and perhaps by each `tp_rank` of it,
+which say the same.
 
 Only these lines are looked at: a whole parse of such a page takes milliseconds, and what is odd elsewhere in it is nobody's
 concern here.
@@ -29,6 +30,7 @@ _ENGINES: Final = (
     ),
     _Names(b"sglang:num_running_reqs", b"sglang:num_queue_reqs", (b"sglang:token_usage",)),
 )
+_AWAKE: Final = re.compile(rb'^vllm:engine_sleep_state\{[^}\n]*sleep_state="awake"[^}\n]*\} +(\S+)', re.M)
 _RANK: Final = re.compile(rb'[{,]\s*(?:engine|dp_rank)="([^"]*)"')
 SAMPLES_MOST: Final = 1024  # of one name
 
@@ -44,8 +46,18 @@ def read(page: bytes) -> EngineLoad | None:
                 sum(running),
                 sum(_samples(page, names.waiting)),
                 sum(usage) / len(usage) if usage else 0.0,
+                asleep(page),
             )
     return None
+
+
+def asleep(page: bytes) -> bool | None:
+    """Whether all engines of a vLLM sleep, as it says from 0.11 on; None where it does not say."""
+    try:
+        ranks = [float(value) for value in _AWAKE.findall(page)]
+    except ValueError:
+        return None
+    return not any(ranks) if ranks else None
 
 
 def _samples(page: bytes, name: bytes) -> list[float]:

@@ -281,7 +281,7 @@ class Members:
         value = bytes(self._kept) if len(self._kept) <= SHOWN else None
         self.found.append(Member(self._key, self._begin, self._value_begin, self._offset + at, value))
         if len(self.found) > MEMBERS_MOST:
-            raise self._wrong("more than 10,000 members", at)
+            raise self._wrong(f"more than {MEMBERS_MOST:,} members", at)
         self._at, self._comma = _At.COMMA, False
 
 

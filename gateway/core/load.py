@@ -43,6 +43,7 @@ class EngineLoad(NamedTuple):
     running: float
     waiting: float
     kv_usage: float = 0.0  # of 1
+    asleep: bool | None = None  # all of its ranks are (vLLM's sleep mode); None: it does not say
 
     def beyond(self, ours: int) -> float:
         """Requests to be added to our own. `ours` of them may be among its figures. Whoever waits there counts once more:

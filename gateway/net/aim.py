@@ -12,6 +12,7 @@ import msgspec
 from gateway.core import query
 from gateway.core.admission import exchanged
 from gateway.core.inspection import Edit, members, splice
+from gateway.core.jsonbody import Member
 from gateway.core.models import Alias, Models, Way
 from gateway.net.call import Call, Upload
 
@@ -50,26 +51,31 @@ class Aim(abc.ABC):
 class BodyAim(Aim):
     """A body, JSON or form, names the model."""
 
-    __slots__ = ("_begin", "_end", "_upload")
+    __slots__ = ("_begin", "_end", "_of", "_upload")
 
     def __init__(self, ways: list[Way], upload: Upload):
         super().__init__(ways)
         self._upload = upload
         if upload.place is not None:
             self._begin, self._end = upload.place
-            return
-        found = upload.members.found if upload.members is not None else members(upload.held)
+            self._of = upload.held
+        else:
+            self._find(upload.members.found if upload.members is not None else members(upload.held))
+
+    def _find(self, found: list[Member]) -> None:
         # of a name that is there twice, the last one holds for every parser that engines use
         last = [member for member in found if member.key == "model"][-1]
-        self._begin, self._end = last.value_begin, last.end
+        self._begin, self._end, self._of = last.value_begin, last.end, self._upload.held
 
     def _names(self, call: Call, model: str) -> None:
         upload = self._upload
+        if upload.held is not self._of:  # what is not the client's to say has been taken out meanwhile (`net.disagg`)
+            self._find(members(upload.held))
         name = msgspec.json.encode(model) if upload.place is None else model.encode()
         upload.held = splice(upload.held, [Edit(self._begin, self._end, name)])
         if upload.length is not None:
             upload.length += len(name) - (self._end - self._begin)
-        self._end = self._begin + len(name)
+        self._end, self._of = self._begin + len(name), upload.held
 
 
 class QueryAim(Aim):

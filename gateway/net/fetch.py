@@ -2,7 +2,8 @@
 in a row over one.
 
 What looks after backends sees them by the very way that requests go: addresses, TLS and the strictness with responses are
-the same, and so are the errors. Deadlines are the caller's: however a page is left, its connection is closed.
+the same, and so are the errors. Deadlines are the caller's: however a page is left, its connection is closed, or it is clean
+and kept for the page that follows.
 """
 
 from __future__ import annotations

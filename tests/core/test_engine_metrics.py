@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.core.engine_metrics import read
+from gateway.core.engine_metrics import asleep, read
 from gateway.core.load import EngineLoad
 from gateway.synthetic.metrics import EngineMetrics
 
@@ -117,5 +117,21 @@ def test_a_recorded_page() -> None:
         page = page.replace(f"{line}0.0", f"{line}{chance.randint(1, 9)}")
     values = {s.name: s.value for family in text_string_to_metric_families(page) for s in family.samples}
     assert read(page.encode()) == EngineLoad(
-        values["vllm:num_requests_running"], values["vllm:num_requests_waiting"], values["vllm:kv_cache_usage_perc"]
-    )
+        values["vllm:num_requests_running"], values["vllm:num_requests_waiting"], values["vllm:kv_cache_usage_perc"],
+        asleep=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [(("0.0",), True), (("1.0",), False), (("0.0", "0.0"), True), (("0", "1"), False), ((), None), (("x",), None)],
+)
+def test_sleep(ranks: tuple[str, ...], found: bool | None) -> None:
+    """vLLM's own words: awake is 0 where it sleeps, for each engine of it; other states of the same name say nothing."""
+    name = "vllm:engine_sleep_state"
+    lines = [f'{name}{{engine="{n}",model_name="m",sleep_state="awake"}} {value}' for n, value in enumerate(ranks)]
+    lines.append(f'{name}{{engine="0",model_name="m",sleep_state="discard_all"}} 1.0')
+    page = "\n".join(["vllm:num_requests_running 0", *lines]).encode()
+    assert asleep(page) is found
+    load = read(page)
+    assert load is not None and load.asleep is found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -94,6 +95,25 @@ async def test_beside_ordinary_backends(start_gateway: Start) -> None:
         assert (await gateway.ask()).status == 200
         assert len(p.requests) == 1 and len(both.requests) >= 1
         assert await gateway.metric("tokenpipe_pd_bypass_total", reason="no_pair") == 1
+        await at_rest(gateway, ledger, p, d)
+
+
+async def test_an_alias_falls_back_where_one_backend_serves_it(start_gateway: Start) -> None:
+    """The next target gets its own name also where what was the first one's was changed: transfer members are not clients'."""
+    async with engines(1, 2) as ((p,), (d, other), ledger):
+        other.script = s.stream(*OUTPUT)
+        with refusing() as gone:
+            listed = [
+                {"url": p.url, "role": "prefill", "models": ["far"]}, {"url": d.url, "role": "decode", "models": ["far"]},
+                {"url": gone, "models": ["first"]}, {"url": other.url, "models": ["a-longer-name"]},
+            ]  # fmt: skip
+            targets = [{"model": "first"}, {"model": "a-longer-name", "fallback": True}]
+            text = config([], [], models={"alias": {"route_to": targets}})
+            gateway = await start_gateway(config=json.dumps({**json.loads(text), "backends": listed}))
+            asked = {"cache_hit_threshold": 0.5, "model": "alias", "messages": [], "stream": True}
+            assert (await gateway.ask(s.post(asked))).status == 200
+            assert other.requests[0].json() == {"model": "a-longer-name", "messages": [], "stream": True}
+            assert await gateway.metric("tokenpipe_pd_bypass_total", reason="no_pair") == 1
         await at_rest(gateway, ledger, p, d)
 
 

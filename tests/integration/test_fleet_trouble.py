@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import resource
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from tests.integration.test_fleet import SLOW, fleet, reached, states, urls
 from tests.support import script as s
-from tests.support.gateway import Gateway
+from tests.support.gateway import Gateway, no_descriptor_left
 from tests.support.upstream import RawUpstream, listening_socket
 from tests.support.wire import Closed
 
 Start = Callable[..., Awaitable[Gateway]]
 OUTPUT = (s.delta("a"), *s.FINISHED)
 WHOLE = b"".join(OUTPUT)
-
-
-@contextlib.contextmanager
-def no_descriptor_left(gateway: Gateway, spare: int = 0) -> Iterator[None]:
-    """For the time of a `with` it can open only so many."""
-    taken = {int(name) for name in os.listdir(f"/proc/{gateway.pid}/fd")}
-    free = (number for number in range(1_000_000) if number not in taken)
-    most = next(number for at, number in enumerate(free) if at == spare)
-    before = resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE, (most, before[1]))
-    try:
-        yield
-    finally:
-        resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE, before)
 
 
 async def at_rest(gateway: Gateway) -> None:

@@ -98,7 +98,7 @@ def gauge(*awake: int) -> s.Script:
     """vLLM's metrics, of so many engines."""
     line = 'vllm:engine_sleep_state{engine="%d",model_name="m",sleep_state="%s"} %.1f\n'
     lines = [line % of for n, a in enumerate(awake) for of in ((n, "awake", a), (n, "weights_offloaded", 1 - a))]
-    return s.reply(200, "".join(["# TYPE vllm:engine_sleep_state gauge\n", *lines]).encode())
+    return s.reply(200, "".join(["vllm:num_requests_running 0\n", *lines]).encode())
 
 
 VLLM = s.reply(200, b'vllm:num_requests_running{model_name="m"} 0.0\n')  # one that has no such gauge
@@ -108,14 +108,15 @@ WORDS = {
 }
 
 
+@pytest.mark.parametrize("balance", ["least_loaded", "round_robin"], ids=["metrics read each second", "metrics not read"])
 @pytest.mark.parametrize("page", WORDS)
-async def test_sleep(start_gateway: Start, page: str) -> None:
+async def test_sleep(start_gateway: Start, page: str, balance: str) -> None:
     """A backend that sleeps gets nothing and is shown so; where all sleep the gateway is not ready; it comes back by itself."""
     async with fleet(2) as backends:
         asleep, awake = WORDS[page]
         for backend in backends:
             backend.probes |= {"/metrics": VLLM, page: awake}
-        gateway = await start_gateway(config={"health": FAST}, backends=urls(backends))
+        gateway = await start_gateway(config={"health": FAST, "balance": balance}, backends=urls(backends))
         backends[0].probes[page] = asleep
         await reached(gateway, 1, state="asleep")
         assert {(await gateway.ask()).status for _ in range(4)} == {200}

@@ -42,6 +42,13 @@ async def at_rest(gateway: Gateway) -> None:
 HEDGED = {"models": {"m": {"hedge": {"after": 60, "unstreamed": 60}}}}
 
 
+def gone(backend: RawUpstream) -> None:
+    """It takes no connection any more, and has none."""
+    backend.close_listener()
+    for wire in backend.open_connections:
+        wire.reset()
+
+
 @pytest.mark.parametrize("more", [{}, HEDGED], ids=["plain", "hedged"])
 @pytest.mark.parametrize("how", ["refused", "429"])
 async def test_it_waits_for_room_and_is_served(start_gateway: Start, how: str, more: dict[str, Any]) -> None:
@@ -56,9 +63,7 @@ async def test_it_waits_for_room_and_is_served(start_gateway: Start, how: str, m
         await crowd.send("first")  # turned away by the one, so it is at the other
         await doors.until("first")
         if how == "refused":
-            ill.close_listener()
-            for wire in ill.open_connections:
-                wire.reset()
+            gone(ill)
         before = await gateway.metric("tokenpipe_retries_total")
         # the one rests, by its own word; but where all others are full it is asked all the same
         await crowd.send("second", queued=1)
@@ -86,9 +91,7 @@ async def test_in_vain(start_gateway: Start, how: str) -> None:
         await crowd.send("first")
         await doors.until("first")
         if how == "refused":
-            ill.close_listener()
-            for wire in ill.open_connections:
-                wire.reset()
+            gone(ill)
         before = await gateway.metric("tokenpipe_retries_total")
         await crowd.send("second")
         answer = await crowd.answers["second"]

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -250,6 +251,20 @@ def _tree(pid: int) -> Iterator[int]:
         for task in os.listdir(f"/proc/{pid}/task"):
             for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
                 yield from _tree(int(child))
+
+
+@contextlib.contextmanager
+def no_descriptor_left(gateway: Gateway, spare: int = 0) -> Iterator[None]:
+    """For the time of a `with` it can open only so many."""
+    taken = {int(name) for name in os.listdir(f"/proc/{gateway.pid}/fd")}
+    free = (number for number in range(1_000_000) if number not in taken)
+    most = next(number for at, number in enumerate(free) if at == spare)
+    before = resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE, before)
 
 
 async def until(condition: Callable[[], object], what: str, timeout: float = ORDINARY) -> None:

@@ -109,8 +109,9 @@ class Pairs:
             fleet.pick_whole(call)
             if fleet.of("encode", call).backends and (refused := await self._encoded(call, asked, settings)) is not None:
                 return refused
-            octets = settings.connector.alone(asked, _ALONE).body
-            return await self.means.attempts.response(call, head, route, Upload(octets, len(octets)))
+            upload.held = settings.connector.alone(asked, _ALONE).body  # the same one, which an alias' aim goes on with
+            upload.length = len(upload.held)
+            return await self.means.attempts.response(call, head, route, upload)
         if call.lease is not None:  # of the queue's, which knows of no legs
             call.lease.release()
             call.lease = None

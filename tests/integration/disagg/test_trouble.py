@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +11,7 @@ import pytest
 from tests.integration.test_disagg_aborts import shy
 from tests.support import script as s
 from tests.support.disagg import Start
-from tests.support.gateway import Gateway, until
+from tests.support.gateway import no_descriptor_left, until
 from tests.support.messages import HttpWire, Message
 from tests.support.pairs import OUTPUT, Ledger, at_rest, config, decode, engines, fetched, prefill
 from tests.support.script import Script
@@ -139,19 +135,6 @@ async def test_p2p_nccl_is_not_asked_for_what_may_be_gone(start_gateway: Start) 
         assert samples.value("tokenpipe_pd_release_total") == 0
 
 
-@contextlib.contextmanager
-def few_descriptors(gateway: Gateway, more: int) -> Iterator[None]:
-    """The gateway can open so many more."""
-    used = {int(name) for name in os.listdir(f"/proc/{gateway.pid}/fd")}
-    limit = [number for number in range(len(used) + more + 1) if number not in used][more]  # all below it may be used
-    before = resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE, before)
-
-
 @pytest.mark.parametrize("more", [0, 1, 2])
 async def test_no_descriptors(start_gateway: Start, more: int) -> None:
     """None is left for a leg: a refusal of the gateway's own, no engine is blamed, and all is as before when there are some."""
@@ -160,7 +143,7 @@ async def test_no_descriptors(start_gateway: Start, more: int) -> None:
         client = await gateway.connect()
         assert (await client.ask()).status == 200
         await asyncio.sleep(0.5)  # no kept connections
-        with few_descriptors(gateway, more):
+        with no_descriptor_left(gateway, spare=more):
             answer = await client.ask()
         assert (answer.status, answer.get("x-gateway-error")) in ((503, "overloaded"), (200, None)), answer.start
         assert more == 2 or answer.status == 503
