@@ -231,11 +231,21 @@ SERVER_KNOBS: Final[dict[str, Knob]] = {
 }
 
 
+_OF_CHUNKS = frozenset(("eof_trunc", "bad_chunk"))
+
+
 def changed(base: T, changes: Mapping[str, object]) -> T:
     """`base` with these knobs turned. Raises ValueError: which knob, what was found, what is expected."""
     table = KNOBS if isinstance(base, Behaviour) else SERVER_KNOBS
     found: dict[str, Any] = {name: _read(table, name, value) for name, value in changes.items()}
-    return dataclasses.replace(base, **found) if found else base
+    if not found:
+        return base
+    whole = dataclasses.replace(base, **found)
+    if isinstance(whole, Behaviour) and whole.framing != "chunked":
+        for fault in whole.fault:
+            if fault.kind.name in _OF_CHUNKS:
+                raise ValueError(f"fault: {fault.spec} is of a chunk: framing=chunked is expected beside it")
+    return whole
 
 
 def _read(table: Mapping[str, Knob], name: str, value: object) -> object:

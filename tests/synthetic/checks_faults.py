@@ -176,6 +176,8 @@ async def truncated(t: Trial) -> None:
 
 @sees("fault=bad_chunk@token:2")
 async def bad_chunk(t: Trial) -> None:
+    refused = await t.ask(f"{t.row};framing=length")
+    assert refused.status == 400 and "framing=chunked is expected" in refused.json()["error"]["message"]
     client = await t.send()
     with pytest.raises(AssertionError, match="no plain chunk size: b'xyz'"):
         await client.read_response()
