@@ -235,7 +235,8 @@ def _announce(settings: Settings, count: int, rate: float, model: str) -> None:
     most = f", {settings.max_concurrency} under way at most" if settings.max_concurrency else ""
     urls = " and ".join(settings.urls)
     each = " each" if settings.compare else ""
-    _say(f"{count} request{"" if count == 1 else "s"}{each} to {urls} ({settings.backend}, model {model}), {traffic}{most}")
+    what = "request" if count == 1 else "requests"
+    _say(f"{count} {what}{each} to {urls} ({settings.backend}, model {model}), {traffic}{most}")
 
 
 def plan(settings: Settings, rate: float, place: int) -> Plan:
