@@ -260,7 +260,7 @@ def described(entry: Entry) -> dict[str, Any]:
         "connections": entry.connections.size,
         "models": list(b.models or ()),
         "models_known": bool(b.models),
-        "engine": b.engine._asdict() if b.engine is not None else None,
+        "engine": b.engine and {"running": b.engine.running, "waiting": b.engine.waiting, "kv_usage": b.engine.kv_usage},
     }
 
 

@@ -105,9 +105,8 @@ class Probes:
         while True:
             began = time.monotonic()
             models_due = began >= next_models
-            sleep_due = began >= next_sleep and (
-                backend.engine is None or backend.engine.asleep is None
-            )  # else `scrapes` sees it
+            seen_by_scrapes = backend.engine is not None and backend.engine.asleep is not None and not backend.asleep
+            sleep_due = began >= next_sleep and not seen_by_scrapes  # they look at no backend that is asleep
             well, connected = await self._is_well(target, more=models_due or sleep_due)
             if well is not None and backend.probed(well, settings.thresholds, time.monotonic(), connected):
                 level = logging.INFO if backend.health is Health.UP else logging.WARNING
