@@ -28,6 +28,7 @@ PAGE_MOST = 1 << 22  # octets of what a backend says of itself
 NAMED_MOST = 1000  # models of one backend
 SLEEP = "/is_sleeping"  # of a vLLM in development mode (vllm/entrypoints/serve/sleep), for those whose metrics do not say it
 UNASKED = 60.0  # seconds until a backend that does not know of sleep is asked again
+TOLD = 60.0  # seconds between the model lists of a backend whose models are told: they describe, and decide nothing
 
 
 class ProbeSettings(NamedTuple):
@@ -116,7 +117,7 @@ class Probes:
             if well and sleep_due and not await self._look_for_sleep(target, more=models_due):
                 next_sleep = began + UNASKED
             if well and not backend.asleep and models_due:
-                next_models = began + settings.models_interval
+                next_models = began + (max(settings.models_interval, TOLD) if backend.told else settings.models_interval)
                 await self._learn_models(target)
             await asyncio.sleep(max(settings.interval - (time.monotonic() - began), 0.05))
 

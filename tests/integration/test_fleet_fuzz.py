@@ -380,7 +380,7 @@ async def all_room_is_back(gateway: Gateway, engines: list[Engine]) -> None:
         for body in bodies.values():  # one that is ejected waits for a trial, one that was silent for ten seconds
             await gateway.ask(s.post(body))
         await asyncio.sleep(0.05)
-    assert [b for b in found if b["state"] != "up"] == []
+    assert [(b["name"], b["state"], b["breaker"], b["models"], b["in_flight"]) for b in found if b["state"] != "up"] == []
     for engine in engines:
         engine.holds = True
     for model, limit in LIMITS.items():
