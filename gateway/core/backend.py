@@ -256,6 +256,7 @@ class Lease:
             self._kind.waiting -= 1
         if self._trial:
             backend.breaker.over(self._trial)
+        self._tokens, self._trial, self._kind = 0, 0, None  # an answer that begins later is somebody else's
         backend.in_flight -= 1
         if backend.in_flight < 0:
             raise AssertionError(f"{backend.name} has {backend.in_flight} exchanges in flight")

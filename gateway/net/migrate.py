@@ -112,6 +112,7 @@ class SeamedRelay(Relay):
         """With what comes on this connection: an answer to the seam's request, of which the head has been read."""
         pending, now = connection.pending, time.monotonic()
         self.connection, self.began, self.last = connection, now, now
+        self._begun = None  # that was to be told to the first one's lease
         self.left = self.client.loop.create_future()
         self.seam.go_on()
         connection.hand_over(self)

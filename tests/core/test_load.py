@@ -25,6 +25,8 @@ def test_requests_and_prompts() -> None:
     for lease in leases:
         lease.release()
     assert (found.load(0.0), found.tokens, found.in_flight, found.taken) == (0.0, 0, 0, 5)
+    leases[1].prompt_read(0.0)
+    assert (found.load(0.0), found.tokens) == (0.0, 0)
 
 
 @pytest.mark.parametrize(("octets", "tokens"), [(0, 0), (3, 0), (400, 100), (262_144, 65_536), (50_000_000, 65_536)])

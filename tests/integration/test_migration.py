@@ -130,6 +130,18 @@ async def test_at_every_offset(start_gateway: Start) -> None:
         assert await gateway.metric("tokenpipe_migrations_total", reason="upstream_reset") == len(offsets)
 
 
+async def test_a_backend_that_died_before_its_first_octet_is_asked_again(start_gateway: Start) -> None:
+    """What the next one says is no answer of the first one's: none of those who waited there is counted twice."""
+    async with fleet(2) as backends:
+        backends[0].script, backends[1].script = s.raw(s.SSE_HEAD, then="reset"), Engine()
+        gateway = await start(start_gateway, backends, health=SLOW | {"silence": 0.2})
+        answer = await ask(gateway, CHAT)
+        assert (answer.complete, text_of(answer.body)) == (True, "".join(WORDS))
+        await at_rest(gateway)
+        await asyncio.sleep(0.5)
+        assert [b["state"] for b in await states(gateway)] == ["up", "up"]
+
+
 ABORTED = s.event({"id": "x", "choices": [{"index": 0, "delta": {"content": "lost"}, "finish_reason": "abort"}]})
 BROKEN = s.event({"error": {"message": "boom", "type": "E", "param": None, "code": 500}})
 DEATHS = [
