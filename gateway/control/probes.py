@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from gateway.control.scrapes import Scrapes
+from gateway.control.scrapes import Scrapes, phase
 from gateway.core import engine_metrics
 from gateway.core.backend import Backend, Health, HealthSettings
 from gateway.errors import GatewayError, UpstreamFailed
@@ -74,9 +74,10 @@ class Probes:
             if (held := self._targets.get(name)) is None or held.backend is not target.backend:
                 self._cards.pop(name, None)
                 self._ask_again.pop(name, None)
-        for name, target in self._targets.items():
+        for place, (name, target) in enumerate(self._targets.items()):
             if name not in self._watching:
-                self._watching[name] = self._tasks.spawn(self._watch(target), f"probes of {name}")
+                looking = self._watch(target, phase(place, len(self._targets)))
+                self._watching[name] = self._tasks.spawn(looking, f"probes of {name}")
         # with one backend there is nothing to choose
         scraped = self._targets.values() if settings.scraped and len(self._targets) > 1 else ()
         self._scrapes.watch(scraped, settings.timeout)
@@ -100,9 +101,11 @@ class Probes:
             await asyncio.wait([asking])
         return self._cards.get(name, [])
 
-    async def _watch(self, target: Target) -> None:
+    async def _watch(self, target: Target, part: float) -> None:
+        """`part`: its phase, which spreads over half an interval the second looks of those whose first ones come at once."""
         settings, backend = self._settings, target.backend
         next_models = next_sleep = 0.0
+        pause = settings.interval * (1 - part / 2)
         while True:
             began = time.monotonic()
             models_due = began >= next_models
@@ -119,7 +122,8 @@ class Probes:
             if well and not backend.asleep and models_due:
                 next_models = began + (max(settings.models_interval, TOLD) if backend.told else settings.models_interval)
                 await self._learn_models(target)
-            await asyncio.sleep(max(settings.interval - (time.monotonic() - began), 0.05))
+            await asyncio.sleep(max(pause - (time.monotonic() - began), 0.05))
+            pause = settings.interval
 
     async def _is_well(self, target: Target, *, more: bool) -> tuple[bool | None, bool]:
         """Whether it is, and whether it took a connection. None: it could not be asked, for lack of something of ours, which

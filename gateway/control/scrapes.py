@@ -28,6 +28,7 @@ PAGE_MOST = 1 << 22  # octets of a page; vLLM's has 70,000 for one engine
 INTERVAL = 1.0  # seconds between looks at one backend
 PAGES = 32  # a second at most, of all backends: a larger fleet is looked at less often
 WITHOUT = 30.0  # seconds until a backend that has no such metrics is asked again
+TOGETHER = 8  # backends looked at in one go: whoever is relayed waits for a millisecond or two, and each costs half
 MISSED = 3  # looks without a result after which what was learnt is stale
 
 
@@ -52,16 +53,16 @@ class Scrapes:
         self._timeout = timeout
         for place, target in enumerate(wanted):
             if target not in self._watching:
-                looking = self._watch(*target, place / len(wanted))
+                looking = self._watch(*target, phase(place, len(wanted)))
                 self._watching[target] = self._tasks.spawn(looking, f"scrapes of {target[0].name}")
 
     async def stop(self) -> None:
         await self._tasks.stop()
 
-    async def _watch(self, backend: Backend, connections: ConnectionPool, phase: float) -> None:
-        """`phase`: its own part of the interval, from 0 to 1."""
+    async def _watch(self, backend: Backend, connections: ConnectionPool, part: float) -> None:
+        """`part`: of the interval, from 0 to 1; it comes first."""
         fresh_until = 0.0
-        await asyncio.sleep(phase * self._interval)
+        await asyncio.sleep(part * self._interval)
         try:
             while True:
                 began = time.monotonic()
@@ -82,6 +83,11 @@ class Scrapes:
     @property
     def _interval(self) -> float:
         return max(INTERVAL, len(self._watching) / PAGES)
+
+
+def phase(place: int, of: int) -> float:
+    """What part of an interval the looks at one of so many backends come after those at the first one."""
+    return place // TOGETHER * TOGETHER / of
 
 
 async def _scrape(backend: Backend, connections: ConnectionPool, timeout: float) -> bool | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
 
 from gateway.control import scrapes
+from gateway.control.scrapes import phase
 from gateway.core.backend import Backend, HealthSettings
 from gateway.core.load import EngineLoad
 from gateway.net.upstream import ConnectionPool, Origin, PoolSettings
@@ -60,6 +63,16 @@ async def looked(upstream: RawUpstream, times: int = 2) -> None:
     """Until it has been looked at so many times more."""
     count = len(upstream.probed)
     await until(lambda: len(upstream.probed) >= count + times, "another look")
+
+
+@pytest.mark.parametrize("of", [1, 8, 9, 64, 1000])
+def test_few_are_looked_at_in_one_go(of: int) -> None:
+    """And all of them within the interval, in even parts of it."""
+    parts = Counter(phase(place, of) for place in range(of))
+    assert max(parts.values()) == min(8, of)
+    assert 0 == min(parts) <= max(parts) < 1
+    gaps = [after - before for before, after in itertools.pairwise(sorted(parts))]
+    assert gaps == pytest.approx([8 / of] * (len(parts) - 1))
 
 
 async def test_figures_come_and_are_replaced() -> None:
