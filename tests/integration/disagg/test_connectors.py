@@ -13,7 +13,7 @@ import pytest
 
 from gateway.configdisagg import Connector
 from tests.support.disagg import BODIES, PATHS, Start, mocks, said, undisturbed
-from tests.support.gateway import Gateway, until
+from tests.support.gateway import Gateway
 from tests.support.script import post
 
 NAMES = [name for name in Connector.__args__ if name != "sidecar"]
