@@ -38,7 +38,7 @@ class Disaggregation(Section, frozen=True):
     min_prompt_bytes: CountOrZero = 0  # request bodies smaller than this are served by one engine
     prefill_timeout: Seconds | None = None  # timeouts.first_byte
     hold: Seconds = 30.0  # how long a prefill engine keeps KV that nobody fetches
-    release: Literal["auto", "always", "never"] = "auto"
+    release: Literal["auto", "always", "pressure", "reject", "never"] = "auto"
     release_timeout: Seconds = 30.0
     release_cap: Count = 4  # releases at once, for each decode backend
     admission_grace: SecondsOrZero = 5.0
@@ -94,6 +94,9 @@ def disagg_clashes(disaggregation: Disaggregation, backends: Sequence[BackendCon
         for name in connector.needs.get(backend.role, ()):
             if getattr(backend.connector, name) is None:
                 yield f"backends[{index}].connector.{name}", "found nothing", f"a port, for connector {connector.name}"
+    if disaggregation.release == "reject" and not connector.tells:
+        able = ", ".join(name for name, each in CONNECTORS.items() if each.tells)
+        yield "disaggregation.release", "found reject", f"another one for connector {connector.name}: it works with {able}"
     place, url = disaggregation.metaserver.listen, disaggregation.metaserver.url
     if place is None and connector.order is Order.DECODE_FIRST:
         yield "disaggregation.metaserver.listen", "found nothing", f"HOST:PORT at which engines of {connector.name} call back"

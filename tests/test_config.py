@@ -976,7 +976,7 @@ def test_flags_of_a_proxy_that_cannot_be(loaded: Load, flags: dict[str, Any], ex
         ("{connector: teleport}", "connector: found 'teleport'; expected nixl, nixl_push, "),
         ("{min_prompt_bytes: -1}", "min_prompt_bytes: found -1; expected a whole number from 0"),
         ("{hold: 0}", "hold: found 0; expected a positive number of seconds"),
-        ("{release: sometimes}", "release: found 'sometimes'; expected auto, always or never"),
+        ("{release: sometimes}", "release: found 'sometimes'; expected auto, always, pressure, reject or never"),
         ("{release_cap: 0}", "release_cap: found 0; expected a whole number from 1"),
         ("{local_decode_fallback: 1}", "local_decode_fallback: found 1; expected true or false"),
         ("{holds: 3}", "holds: unknown key; the nearest known key is disaggregation.hold"),
@@ -984,6 +984,12 @@ def test_flags_of_a_proxy_that_cannot_be(loaded: Load, flags: dict[str, Any], ex
 )
 def test_disaggregation_is_read_strictly(complaint: Complain, text: str, expected: str) -> None:
     assert complaint(f"disaggregation: {text}").startswith(f"FILE, line 1: disaggregation.{expected}")
+
+
+@pytest.mark.parametrize("connector", ["mooncake_ascend", "moriio_read", "p2p_nccl", "lmcache"])
+def test_what_no_engine_would_tell(complaint: Complain, connector: str) -> None:
+    said = complaint(f"disaggregation: {{connector: {connector}, release: reject}}")
+    assert "disaggregation.release: found reject; expected another one" in said and said.rstrip().endswith("mooncake")
 
 
 @pytest.mark.parametrize(

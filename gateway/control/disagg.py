@@ -31,14 +31,14 @@ def pair_settings(disaggregation: Disaggregation, callback: str = "") -> PairSet
     hold = found.hold if disaggregation.hold == Disaggregation().hold or not found.hold else disaggregation.hold
     if found.order is Order.CONCURRENT and found.release_policy is Release.NEVER:
         hold = 0.0  # prefill answers when decode has fetched: an answer means that nothing is held any more
-    wanted = {"always": True, "never": False, "auto": found.release_policy is not Release.NEVER}
+    release = found.release_policy if disaggregation.release == "auto" else Release(disaggregation.release)
     return PairSettings(
         found(rules),
         GENERATING | found.paths,
         min_prompt_bytes=disaggregation.min_prompt_bytes,
         prefill_timeout=disaggregation.prefill_timeout,
         hold=hold,
-        release=wanted[disaggregation.release],
+        release=release,
         notifies=disaggregation.release != "always" and hold < LONG_HOLD,
         release_timeout=disaggregation.release_timeout,
         release_cap=disaggregation.release_cap,

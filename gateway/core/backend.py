@@ -23,7 +23,7 @@ from typing import NamedTuple
 from gateway.core.breaker import Breaker, BreakerSettings
 from gateway.core.breaker import State as BreakerState
 from gateway.core.caution import Caution, CautionSettings, Silence
-from gateway.core.load import FOLLOWED, HELD, REQUEST, EngineLoad, Penalty
+from gateway.core.load import FOLLOWED, HELD, KV_HIGH, REQUEST, EngineLoad, Penalty
 
 
 class Health(enum.StrEnum):
@@ -284,6 +284,12 @@ class Holding:
     def __init__(self, backend: Backend, tokens: int):
         self._backend: Backend | None = backend
         self._tokens = tokens
+
+    @property
+    def pressed(self) -> bool:
+        """Whether the backend has little room for more, or does not say."""
+        engine = None if self._backend is None else self._backend.engine
+        return engine is None or engine.kv_usage >= KV_HIGH
 
     def end(self) -> None:
         backend, self._backend = self._backend, None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from gateway.core import headers
 from gateway.core.backend import Backend, Holding
 from gateway.core.disagg.asked import Asked
-from gateway.core.disagg.base import GENERATING, OWNED_FIELDS, Connector, Handoff, Pair
+from gateway.core.disagg.base import GENERATING, OWNED_FIELDS, Connector, Handoff, Pair, Release
 from gateway.core.disagg.base import Leg as Request
 from gateway.core.disagg.parting import NEXT, TELLING, Parting, State, parting
 from gateway.core.exchange import Exchange
@@ -37,7 +37,7 @@ class PairSettings(NamedTuple):
     min_prompt_bytes: int = 0
     prefill_timeout: float | None = None
     hold: float = 30.0
-    release: bool = True
+    release: Release = Release.ALWAYS
     notifies: bool = True  # a decode engine that refuses a request tells the prefill engine to let go (`parting.TELLING`)
     release_timeout: float = 30.0
     release_cap: int = 4
@@ -179,11 +179,14 @@ class Paired:
         """KV that prefill holds, and what `decode` is to be sent so that it is freed."""
         settings, octets = self.settings, None
         assert self.pair is not None
-        if settings.release and connections is not None and (settings.connector.asks_again or not self.sent):
-            request = settings.connector.release(self.asked, self.pair, handoff)
+        policy, connector = settings.release, settings.connector
+        wanted = policy is not Release.NEVER and (policy is not Release.PRESSURE or holding.pressed)
+        if wanted and connections is not None and (connector.asks_again or not self.sent):
+            request = (connector.reject if policy is Release.REJECT else connector.release)(self.asked, self.pair, handoff)
             octets = None if request is None else self.octets(request, connections.origin)
         return Released(
             octets,
+            policy is Release.REJECT,
             decode,
             connections,
             holding,

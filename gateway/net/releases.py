@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from gateway.core.backend import Backend, Holding, Lease
 from gateway.core.dialects import Dialect
+from gateway.core.disagg.signs import turned_down
 from gateway.core.head import ResponseHead
 from gateway.errors import Refusal
 from gateway.net.fetch import Page
@@ -36,6 +37,7 @@ class Released(NamedTuple):
     """KV to be freed. `octets`: the request that does it, to the decode engine that was to fetch it; None for none."""
 
     octets: bytes | None
+    refusable: bool  # it is to be refused
     backend: Backend | None
     connections: ConnectionPool | None
     holding: Holding
@@ -102,8 +104,9 @@ class Releases:
             async with asyncio.timeout(seconds):
                 connection = await connections.open()  # a kept one may prove stale, and this is the last that is tried
                 page = Page(connection, await connection.send(octets, b"POST"))
-                await page.whole(ANSWER_MOST)
-                result = "done" if 200 <= page.head.status < 300 else "refused"
+                answer, status = await page.whole(ANSWER_MOST), page.head.status
+                done = 200 <= status < 300 or (work.refusable and turned_down(status, answer))
+                result = "done" if done else "refused"
         except TimeoutError:
             result = "timeout"
         except Refusal:

@@ -173,7 +173,9 @@ async def test_mid_stream(start_gateway: Start) -> None:
 
 
 @contextlib.asynccontextmanager
-async def shy(certificates: Certificates, p: RawUpstream, d: RawUpstream) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+async def shy(
+    certificates: Certificates, p: RawUpstream, d: RawUpstream, **disaggregation: Any
+) -> AsyncIterator[tuple[str, Callable[[], None]]]:
     """A configuration in which decode `d` speaks TLS, and shakes hands only when it is let: a hand-off lasts until then."""
     d.close_listener()
     await d.start(tls=certificates.server_context())
@@ -183,12 +185,15 @@ async def shy(certificates: Certificates, p: RawUpstream, d: RawUpstream) -> Asy
     listed = [{"url": p.url, "role": "prefill"}, {"url": d.url, "role": "decode", "tls": {"verify": False}}]
     place = "127.0.0.1:0"
     common = {"listen": place, "admin": {"listen": place}, "health": {"interval": 60}, "timeouts": {"connect": 20}}
-    yield json.dumps({**common, "backends": listed}), lambda: loop.add_reader(listener, d._accept)
+    common |= {"backends": listed, "disaggregation": disaggregation}
+    yield json.dumps(common), lambda: loop.add_reader(listener, d._accept)
 
 
-async def test_between_the_legs(start_gateway: Start, certificates: Certificates) -> None:
-    """Prefill has answered, and decode takes no connection yet: decode is asked for one token in the client's stead."""
-    async with engines() as ((p,), (d,), ledger), shy(certificates, p, d) as (text, go_on):
+@pytest.mark.parametrize("release", ["auto", "pressure"])
+async def test_between_the_legs(start_gateway: Start, certificates: Certificates, release: str) -> None:
+    """Prefill has answered, and decode takes no connection yet: decode is asked for one token in the client's stead; also
+    where that is for engines that have little room: this one does not say."""
+    async with engines() as ((p,), (d,), ledger), shy(certificates, p, d, release=release) as (text, go_on):
         gateway = await start_gateway(config=text, ready=False)
         await leave(gateway, s.CHAT, lambda: until_async(lambda: len(ledger.held) == 1))
         await gateway.logged(outcome="client_gone")

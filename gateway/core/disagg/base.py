@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from gateway.core.disagg import encoding, logprobs
 from gateway.core.disagg.asked import Asked
-from gateway.core.disagg.body import Body, as_json
+from gateway.core.disagg.body import NULL, Body, as_json
 from gateway.core.disagg.shape import Shape, shaped
 from gateway.core.disagg.signs import Sign, sign
 from gateway.errors import Refusal
@@ -56,6 +56,8 @@ class Release(enum.StrEnum):
     """When KV that P holds and that no D will fetch is freed by a release leg (pd.md 6.4)."""
 
     ALWAYS = "always"
+    PRESSURE = "pressure"  # where P has little room for more, or does not say
+    REJECT = "reject"  # D is sent what it must refuse, and tells P to let go: nothing is transferred, nothing computed
     NEVER = "never"  # the lease runs out by itself
 
 
@@ -183,6 +185,7 @@ class Connector(abc.ABC):
     lists: ClassVar[bool] = False  # several prompts in one request can be handed over
     several: ClassVar[bool] = True  # n > 1 works
     asks_again: ClassVar[bool] = True  # a D that has had the request may be asked to free KV: what is gone already it says
+    tells: ClassVar[bool] = False  # a D that refuses what was to fetch KV tells P to let go of it (`reject`)
     reusable: ClassVar[bool] = True  # params may go to another D if the first one provably got no octet of the request
     shape: ClassVar[Shape] = Shape()
 
@@ -277,6 +280,17 @@ class Connector(abc.ABC):
     def release(self, asked: Asked, pair: Pair, handoff: Handoff) -> Leg | None:
         """The request to the same D that makes P free what it holds: one token, thrown away. None: there is no such thing."""
         return None
+
+    def reject(self, asked: Asked, pair: Pair, handoff: Handoff) -> Leg | None:
+        """As `release`, but to be refused, where D tells P of that (`tells`). vLLM does so for whatever its serving layer turns
+        down (`_with_kv_transfer_rejection_cleanup`, vllm/entrypoints/generate/base/serving.py of 0.32): here a beam search
+        that is to be streamed, and a model that is not there; either alone will do, whatever an operator's flags let pass."""
+        leg = self.release(asked, pair, handoff) if self.tells else None
+        if leg is None:
+            return None
+        given = Body(leg.body).raw("kv_transfer_params") or NULL
+        body = params(model=f"release-{pair.attempt}", prompt=".", max_tokens=1, stream=True, use_beam_search=True)
+        return Leg(b"/v1/completions", Body(body).edited({"kv_transfer_params": given}), leg.request_id, leg.fields)
 
     def alone(self, asked: Asked, pair: Pair) -> Leg:
         """The client's own body, for a bypass or a fallback: D alone serves it, and nothing is transferred."""

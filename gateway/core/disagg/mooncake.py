@@ -23,6 +23,7 @@ class MooncakeAscend(Nixl):
     name = "mooncake_ascend"
     hold = HOLD
     shape = Shape(min_tokens=True)
+    tells = False  # its newest versions do, older ones do not
     required = NAMES
 
 
@@ -36,6 +37,7 @@ class Mooncake(Connector):
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"prefill": ("bootstrap_port",)}
     learns = True
     ranked = True
+    tells = True
 
     def prefill(self, asked: Asked, pair: Pair, posted: bytes = b"") -> Leg:
         given = params(do_remote_decode=True, do_remote_prefill=False, transfer_id=_transfer(pair))

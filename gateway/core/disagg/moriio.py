@@ -36,6 +36,7 @@ class MoriioRead(Nixl):
     ranked = True
     reusable = False  # P was told where D is
     flagged = False
+    tells = False
     required = ("remote_engine_id", "remote_block_ids", "transfer_id")
 
     def prefill(self, asked: Asked, pair: Pair, posted: bytes = b"") -> Leg:

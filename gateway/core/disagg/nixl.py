@@ -26,6 +26,7 @@ class Nixl(Connector):
     name = "nixl"
     order = Order.SERIAL
     hold = 30.0  # kv_lease_duration; older vLLM: VLLM_NIXL_ABORT_REQUEST_TIMEOUT, 120 or 480
+    tells = True  # request_finished of vllm/distributed/kv_transfer/kv_connector/v1/nixl/{pull,push}_scheduler.py
     flagged: ClassVar[bool] = True  # P's answer says do_remote_prefill: true
     required: ClassVar[tuple[str, ...]] = NAMES  # without one of these D would compute the prompt anew, and not say so
 

@@ -46,6 +46,15 @@ def sign(data: bytes, status: int = 200) -> Sign:
     return Sign.NOTHING
 
 
+def turned_down(status: int, data: bytes) -> bool:
+    """Whether D's serving layer has refused a request, by its whole answer: it has read it then, and P is told. What stands
+    before that layer (keys, paths) words its refusals otherwise."""
+    if status not in (400, 404, 422):
+        return False
+    said = from_json(data)
+    return isinstance(said, dict) and isinstance(said.get("error"), dict)
+
+
 def _failed(said: Any) -> bool:
     if not isinstance(said, dict):
         return False

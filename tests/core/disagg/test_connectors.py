@@ -67,6 +67,21 @@ def test_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", CONNECTORS)
+def test_what_is_to_be_refused(name: str) -> None:
+    """The same params under the same id, in a request that no serving layer takes, whichever of its checks are off."""
+    pair = MORIIO._replace(prefill=MORIIO.prefill._replace(engine_ids={MORIIO.rank: "engine"}))
+    handoff = Handoff(b'{"do_remote_prefill":true,"remote_port":1}')
+    leg = connector(name).reject(ask(max_tokens=9, stream=True), pair, handoff)
+    assert (leg is not None) is (name in ("nixl", "nixl_push", "nixl_bidirectional", "mooncake"))
+    if leg is not None:
+        body, released = said(leg), connector(name).release(ask(max_tokens=9), pair, handoff)
+        assert released is not None and released.request_id == leg.request_id
+        assert body["kv_transfer_params"] == said(released)["kv_transfer_params"]
+        assert (leg.path, body["stream"], body["use_beam_search"]) == (b"/v1/completions", True, True)
+        assert body["model"] not in ("m", "") and pair.attempt in body["model"]
+
+
+@pytest.mark.parametrize("name", CONNECTORS)
 def test_a_release_leg_is_there_where_the_policy_wants_one(name: str) -> None:
     handoff = Handoff(b'{"remote_dp_rank":1}')
     leg = connector(name).release(ask(max_tokens=9, stream=True), MORIIO, handoff)
