@@ -27,7 +27,7 @@ from gateway.configbackends import (
     named,
     tls_clashes,
 )
-from gateway.configdisagg import Disaggregation, backends_of_flags, disagg_clashes
+from gateway.configdisagg import KEY, Disaggregation, backends_of_flags, disagg_clashes, key_of_flags
 from gateway.configfile import BadValue, Complaints, Node, Reader, compose, describe, get, put, substitute
 from gateway.configmodels import ModelConfig, Priority, model_clashes, priority_clashes, unserved_clashes
 from gateway.configvalues import Address as Address
@@ -401,13 +401,26 @@ def load(
     directory = Path.cwd() if path is None else path.absolute().parent
     reader = Reader(complaints, environ, directory, NOT_YET)
     config: Config = reader.read(Config, root, "")
-    config = msgspec.structs.replace(config, backends=[named(backend) for backend in config.backends])
+    key = _engines_key(overrides, environ, complaints)
+    keyed = {} if key is None else {"api_key_file": key}
+    config = msgspec.structs.replace(
+        config, backends=[msgspec.structs.replace(named(backend), **keyed) for backend in config.backends]
+    )
     for keys, clashes in _CLASHES:
         if complaints.clean(*keys):
             for where, found, expected in clashes(config):
                 reader.complain(where, found, expected)
     complaints.raise_if_any()
     return config
+
+
+def _engines_key(overrides: Mapping[str, object], environ: Mapping[str, str], complaints: Complaints) -> Secret | None:
+    """Of all backends, which are those of the flags then."""
+    try:
+        return key_of_flags(overrides, environ)
+    except BadValue as bad:
+        complaints.add(f"the environment variable {KEY}", "backends[].api_key_file", str(bad))
+        return None
 
 
 def effective(config: Config) -> dict[str, object]:

@@ -6,12 +6,13 @@ takes several words and the first host goes with the first port.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 from gateway.configbackends import BackendConfig, Clash, Section
 from gateway.configfile import Complaints, Node, describe
-from gateway.configvalues import Count, CountOrZero, Listen, Seconds, SecondsOrZero, Share, Url, is_host
+from gateway.configvalues import Count, CountOrZero, Listen, Seconds, SecondsOrZero, Secret, Share, Url, is_host, secret
 from gateway.core.disagg import CONNECTORS
 from gateway.core.disagg.base import Order
 
@@ -23,6 +24,7 @@ Connector: TypeAlias = Literal[
 
 # side, role, the port where none is given: as in vLLM Ascend's proxy, whose hosts are localhost then
 _SIDES: Final = (("prefiller", "prefill", 8001), ("decoder", "decode", 8002))
+KEY: Final = "OPENAI_API_KEY"  # the environment variable
 FLAGS: Final = tuple(f"{side}_{what}" for side, _, _ in _SIDES for what in ("hosts", "ports"))
 
 
@@ -81,6 +83,13 @@ def backends_of_flags(given: dict[str, object], complaints: Complaints) -> list[
             members = {"url": url, "role": role}
             found.append(Node({key: Node(value, flags, literal=True) for key, value in members.items()}, flags))
     return found
+
+
+def key_of_flags(given: Mapping[str, object], environ: Mapping[str, str]) -> Secret | None:
+    """What engines are to be shown, where these flags name them: those proxies send the key in OPENAI_API_KEY, and nothing of
+    the client's. Raises BadValue."""
+    key = environ.get(KEY, "")
+    return secret(os.fsencode(key)) if key and any(given.get(name) for name in FLAGS) else None
 
 
 def _words(value: Any) -> list[Any]:

@@ -141,8 +141,11 @@ def _file(value: Any) -> str:
 
 
 def _secret(value: Any) -> Secret:
-    """A secret that can stand in a header field: it goes upstream, or is compared with one that came in."""
-    octets = _open(_file(value), _SECRET_BYTES + 1)
+    return secret(_open(_file(value), _SECRET_BYTES + 1))
+
+
+def secret(octets: bytes) -> Secret:
+    """A secret that can stand in a header field: it goes upstream, or is compared with one that came in. Raises BadValue."""
     text = octets.rstrip(b"\r\n").decode("latin-1")
     if not text:
         raise BadValue("is empty")

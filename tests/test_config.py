@@ -986,6 +986,18 @@ def test_disaggregation_is_read_strictly(complaint: Complain, text: str, expecte
     assert complaint(f"disaggregation: {text}").startswith(f"FILE, line 1: disaggregation.{expected}")
 
 
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [("sk\nX-Evil: 1", "holds a control octet (0x0a, octet 3)"), (" sk", "begins or ends with a blank"),
+     ("sk-\u00e9", "holds an octet that is not ASCII")],
+)  # fmt: skip
+def test_a_key_of_the_environment_that_cannot_be_one(key: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as said:
+        load(None, {"prefiller_hosts": ("a",)}, {"OPENAI_API_KEY": key})
+    assert f"the environment variable OPENAI_API_KEY: backends[].api_key_file: {expected}" in str(said.value)
+    assert load(None, {}, {"OPENAI_API_KEY": key}).backends == []
+
+
 @pytest.mark.parametrize("connector", ["mooncake_ascend", "moriio_read", "p2p_nccl", "lmcache"])
 def test_what_no_engine_would_tell(complaint: Complain, connector: str) -> None:
     said = complaint(f"disaggregation: {{connector: {connector}, release: reject}}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 
-from gateway.configdisagg import FLAGS, Disaggregation
+from gateway.configdisagg import FLAGS, KEY, Disaggregation, key_of_flags
 from gateway.configvalues import split_url
 from gateway.core.disagg import CONNECTORS
 from gateway.core.disagg.base import GENERATING, Engine, Order, Release, Rules
@@ -54,12 +55,21 @@ def pair_settings(disaggregation: Disaggregation, callback: str = "") -> PairSet
 
 
 def say_connector(connector: str, flags: Mapping[str, object]) -> None:
-    """Tell who comes with the command line of another proxy, and names no connector, which one it is."""
+    """Tell who comes with the command line of another proxy what engines are sent, and which connector it is where it names
+    none."""
+    if key_of(flags) is not None:
+        log.info("the engines are shown the key in %s, whatever key a client shows", KEY)
     if any(flags.get(name) for name in FLAGS) and "kv_connector" not in flags and connector == Disaggregation().connector:
         log.info(
             "disaggregated prefill and decode with the connector nixl, as --kv-connector is not given: vLLM Ascend's "
             "MooncakeConnector, which keeps KV for 480 s, is --kv-connector mooncake_ascend, its layerwise one layerwise"
         )
+
+
+def key_of(flags: Mapping[str, object]) -> bytes | None:
+    """What engines are shown that are named by the command line of another proxy."""
+    key = key_of_flags(flags, os.environ)
+    return None if key is None else key.reveal().encode()
 
 
 def engine_of(member: Member) -> Engine:

@@ -23,9 +23,11 @@ ROLES = {"prefill": ("both", "prefill"), "decode": ("both", "decode")}  # an ins
 ADDED_MOST = 1000  # instances of one request
 
 
-def fleet_routes(membership: Membership, read: Callable[[object], Member]) -> list[web.RouteDef]:
-    """`read`: a backend out of a request's JSON; raises ConfigError."""
-    fleet = _Fleet(membership, read)
+def fleet_routes(
+    membership: Membership, read: Callable[[object], Member], credential: bytes | None = None
+) -> list[web.RouteDef]:
+    """`read`: a backend out of a request's JSON; raises ConfigError. `credential`: what added instances are shown."""
+    fleet = _Fleet(membership, read, credential)
     return [
         web.post("/-/backends", fleet.add),
         web.delete("/-/backends/{name}", fleet.remove),
@@ -39,8 +41,8 @@ def fleet_routes(membership: Membership, read: Callable[[object], Member]) -> li
 
 
 class _Fleet:
-    def __init__(self, membership: Membership, read: Callable[[object], Member]):
-        self._membership, self._read = membership, read
+    def __init__(self, membership: Membership, read: Callable[[object], Member], credential: bytes | None):
+        self._membership, self._read, self._credential = membership, read, credential
 
     async def add(self, request: web.Request) -> web.Response:
         try:
@@ -91,7 +93,7 @@ class _Fleet:
     async def add_instances(self, request: web.Request) -> web.Response:
         try:
             role, urls = _instances(await _content(request))
-            members = [self._read({"url": url})._replace(role=role) for url in urls]
+            members = [self._read({"url": url})._replace(role=role, credential=self._credential) for url in urls]
             self._membership.add(members)
         except ConfigError as wrong:
             return error(400, "bad_request", str(wrong))

@@ -6,12 +6,13 @@ and nothing untidy on standard error.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from tests.support import script as s
-from tests.support.gateway import Gateway
+from tests.support.gateway import Gateway, until
 from tests.support.messages import HttpWire, Message
 from tests.support.pairs import NULLS, OUTPUT, Ledger, at_rest, config, decode, engines, prefill
 from tests.support.script import Script
@@ -64,6 +65,52 @@ async def test_engines_of_ascend_without_a_word_of_their_connector(start_gateway
         said = gateway.stderr()
         assert said.count("mooncake_ascend") == 2, said  # at the start, and when it was found out
         await at_rest(gateway, ledger, p, d)
+
+
+def looked_at(engine: RawUpstream) -> list[str | None]:
+    """With which keys probes come."""
+    seen: list[str | None] = []
+
+    async def health(wire: HttpWire, request: Message) -> None:
+        seen.append(request.get("authorization"))
+        await s.reply(200, b"", ())(wire, request)
+
+    engine.probes["/health"] = health
+    return seen
+
+
+@pytest.mark.parametrize("key", ["sk-engines", ""])
+async def test_the_engines_key_of_the_environment(start_gateway: Start, key: str) -> None:
+    """As theirs: engines are shown OPENAI_API_KEY, and nothing of the client's; unset, never the word None."""
+    shown = f"Bearer {key}" if key else "Bearer EMPTY"
+    async with engines(1, 2) as ((p,), (d, added), ledger):
+        probed = [looked_at(one) for one in (p, added)]
+        gateway = await start_gateway(flags=flags([p], [d]), environment={"OPENAI_API_KEY": key})
+        more = json.dumps({"type": "decode", "instances": f"127.0.0.1:{added.port}"}).encode()
+        assert (await gateway.admin(s.post(more, "/instances/add"))).status == 200
+        await until(lambda: all(probed), "probes, also of what was added")
+        for fields in ([("Authorization", "Bearer EMPTY")], [("Authorization", "Bearer EMPTY"), ("X-Api-Key", "mine")]) * 2:
+            assert (await gateway.ask(s.post(fields=fields))).status == 200
+        for request in (*p.requests, *d.requests, *added.requests):
+            assert request.get("authorization") == shown
+            assert not key or request.get("x-api-key") is None
+        assert p.requests and d.requests and added.requests
+        assert (await gateway.ask(s.post())).status == 200
+        assert p.requests[-1].get("authorization") == (shown if key else None)
+        if key:
+            assert {field for each in probed for field in each} == {shown}
+        await at_rest(gateway, ledger, p, d, added)
+        said = gateway.stderr() + (await gateway.admin(s.get("/-/config"))).body.decode()
+        assert "sk-engines" not in said and ("OPENAI_API_KEY" in said) == bool(key)
+
+
+async def test_a_key_of_the_environment_is_for_that_command_line_alone(start_gateway: Start) -> None:
+    async with engines() as ((p,), (d,), _):
+        probed = looked_at(p)
+        gateway = await start_gateway(config=config([p], [d]), environment={"OPENAI_API_KEY": "sk-engines"})
+        assert (await gateway.ask()).status == 200
+        await until(lambda: probed, "a probe")
+        assert {*(one.get("authorization") for one in (*p.requests, *d.requests)), *probed} == {None}
 
 
 async def test_engines_of_nixl_are_asked_as_ever(start_gateway: Start) -> None:
