@@ -72,20 +72,27 @@ class Waiting:
     async def once_more(self, call: Call, head: RequestHead, tried: Sequence[Backend]) -> bool:
         """Wait for a backend that is not among `tried`, where all of these are full: in the queue, as for the first one.
         Returns whether the call has a lease now; if not, it has its slot all the same, to be told what went wrong before."""
-        exchange, fleet, way, slot = call.exchange, self._fleet, call.way, call.slot
-        assert way is not None and slot is not None
+        fleet, way = self._fleet, call.way
+        assert way is not None
 
         def pick() -> None:
             call.lease = fleet.pick(call, tried)
 
+        await self.again(call, head, Line(_Others(fleet, call, tried), way.model, way.quotas, way.rank), pick)
+        return call.lease is not None
+
+    async def again(self, call: Call, head: RequestHead, line: Line, take: Callable[[], None]) -> None:
+        """Wait in a line of one's own for a second try; `take` as in `stand`, and not called where that was in vain: the call
+        has its slot all the same, to be told what went wrong before."""
+        exchange, way, slot = call.exchange, call.way, call.slot
+        assert way is not None and slot is not None
         began = time.monotonic()
         waited = 0.0 if exchange.queued is None or exchange.selected is None else exchange.selected - exchange.queued
         exchange.queued = began - waited  # so that it tells of both waits
         call.slot = None
         self._admission.release(slot)
         try:
-            line = Line(_Others(fleet, call, tried), way.model, way.quotas, way.rank)
-            await self.stand(call, head, line, way.rank, pick, waited)
+            await self.stand(call, head, line, way.rank, take, waited)
         except Refusal as refusal:
             self._admission.take(way)
             call.slot = way.quotas
@@ -93,7 +100,6 @@ class Waiting:
                 raise
         finally:
             exchange.selected = time.monotonic()
-        return call.lease is not None
 
     async def stand(
         self, call: Call, head: RequestHead, line: Line, rank: int | None, take: Callable[[], None], waited: float = 0.0

@@ -16,6 +16,8 @@ from gateway.net.disagg.common import LegFailed, Means, of_leg
 from gateway.net.disagg.decode import decode
 from gateway.net.legs import Leg
 from gateway.net.paired import Paired
+from gateway.net.putoff import PutOff
+from gateway.net.watch import NEVER
 
 FALLBACK_FIELD = b"X-Gateway-Prefill: local\r\n"
 
@@ -39,7 +41,7 @@ def another(means: Means, call: Call, failed: LegFailed, tried: dict[str, list[B
 
 async def last(means: Means, call: Call, paired: Paired, failed: LegFailed) -> ResponseHead:
     """There is no other attempt: what the client is told. Raises Refusal."""
-    response, cause = failed.response, failed.cause
+    response = failed.response
     if failed.side == "encode":
         if response is not None and failed.leg is not None:
             return relayed(means, call, paired, response, failed.leg)
@@ -53,13 +55,38 @@ async def last(means: Means, call: Call, paired: Paired, failed: LegFailed) -> R
         if paired.state is State.DECODE_WAIT:
             paired.become(State.STREAMING)
         return response
-    assert cause is not None
     paired.give_up()
     paired.end()
+    raise told(failed)
+
+
+def told(failed: LegFailed) -> Refusal:
+    """What the client is told of a leg that failed by something else than an answer."""
+    cause = failed.cause
+    assert cause is not None
     if cause.code in ("upstream_connect", "timeout_connect"):
         outcome = Outcome.UPSTREAM_CONNECT if cause.code == "upstream_connect" else Outcome.TIMEOUT_CONNECT
-        raise Refusal("no_backend", f"the {failed.side} leg: {cause.message}", retry_after=1, outcome=outcome)
-    raise of_leg(failed.side, cause)
+        return Refusal("no_backend", f"the {failed.side} leg: {cause.message}", retry_after=1, outcome=outcome)
+    return of_leg(failed.side, cause)
+
+
+def put_off(call: Call, paired: Paired, failed: LegFailed) -> PutOff | None:
+    """The answer of a leg that failed by one, kept while another attempt waits for room."""
+    if failed.response is None:
+        return None
+    leg = failed.leg or (paired.prefill if failed.side == "prefill" else call)
+    connection, leg.connection = leg.connection, None
+    assert connection is not None
+    call.look_at = NEVER
+    return PutOff(failed.response, connection, failed.backend)
+
+
+def answered(means: Means, call: Call, failed: LegFailed, kept: PutOff | None) -> ResponseHead:
+    """No room was found for another attempt: what went wrong before is told. Raises Refusal."""
+    call.exchange.phase = Phase.WAIT
+    if kept is None:
+        raise told(failed)
+    return kept.take_up(call, means.watch)
 
 
 def relayed(means: Means, call: Call, paired: Paired, response: ResponseHead, leg: Leg) -> ResponseHead:

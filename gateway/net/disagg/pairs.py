@@ -38,7 +38,7 @@ from gateway.net.disagg.callbacks import Callbacks
 from gateway.net.disagg.common import LegFailed, Means, nobody
 from gateway.net.disagg.decode import decode
 from gateway.net.disagg.encode import encode
-from gateway.net.disagg.mishaps import another, last
+from gateway.net.disagg.mishaps import another, answered, last, put_off
 from gateway.net.disagg.prefill import prefill
 from gateway.net.disagg.probe import probe
 from gateway.net.disagg.resume import ended
@@ -119,27 +119,44 @@ class Pairs:
         if settings.resume and len(upload.held) <= HELD_JSON:
             call.asked = upload
         tried: dict[str, list[Backend]] = {"encode": [], "prefill": others or [], "decode": []}
+        paired = await self._first(call, head, asked, settings, tried)
         while True:
-            paired = await self._taken(call, head, asked, settings, tried)
             try:
                 return await self.attempt(call, paired, tried)
             except LegFailed as failed:
-                if not self.tries_again(call, paired, failed, tried):
+                if not self._may_again(call, failed, tried):
                     return await last(self.means, call, paired, failed)
+                if settings.fallback and failed.side == "prefill" and self._turns.is_full(call, tried):
+                    return await last(self.means, call, paired, failed)
+                kept = put_off(call, paired, failed)
+                try:
+                    following = await self._following(call, head, paired, failed, tried)
+                    if following is None:
+                        return answered(self.means, call, failed, kept)
+                finally:
+                    if kept is not None and call.connection is not kept.connection:
+                        kept.connection.drop()
+                paired = following
 
     def tries_again(self, call: Call, paired: Paired, failed: LegFailed, tried: dict[str, list[Backend]]) -> bool:
         """Whether there is another attempt after this one, which then has given back all that it had."""
-        if isinstance(failed.cause, HandoffMissing) and failed.cause.early:
-            self._learning.cap(failed.backend.name)
-        if not another(self.means, call, failed, tried):
+        if not self._may_again(call, failed, tried):
             return False
         self.means.observer.retried(call.exchange, failed.word)
+        self._over(call, paired, failed)
+        return True
+
+    def _may_again(self, call: Call, failed: LegFailed, tried: dict[str, list[Backend]]) -> bool:
+        if isinstance(failed.cause, HandoffMissing) and failed.cause.early:
+            self._learning.cap(failed.backend.name)
+        return another(self.means, call, failed, tried)
+
+    def _over(self, call: Call, paired: Paired, failed: LegFailed) -> None:
         if paired.pair is not None:
             self._learning.forget(paired.pair.prefill)
         if failed.leg is not None:
             failed.leg.end()
         self.end(call, paired)
-        return True
 
     async def attempt(self, call: Call, paired: Paired, tried: dict[str, list[Backend]]) -> ResponseHead:
         """Raises LegFailed, Refusal, EngineRefused."""
@@ -216,25 +233,42 @@ class Pairs:
 
     # QUEUED -----------------------------------------------------------------------------------------------------------
 
-    async def _taken(
+    async def _first(
         self, call: Call, head: RequestHead, asked: Asked, settings: PairSettings, tried: dict[str, list[Backend]]
     ) -> Paired:
-        """As `begin`; the first time, when there is room for it. Raises Refusal."""
+        """As `begin`, when there is room for it. Raises Refusal."""
         taken: list[Paired | Refusal] = []
-
-        def take() -> None:
-            try:
-                taken.append(self.begin(call, asked, settings, tried))
-            except Refusal as refusal:
-                taken.append(refusal)
-
-        if call.exchange.attempts or not await self._turns.wait(call, head, take):
+        if not await self._turns.wait(call, head, lambda: taken.append(self._taken(call, asked, settings, tried))):
             return self.begin(call, asked, settings, tried)
         call.exchange.selected = time.monotonic()
         (found,) = taken
         if isinstance(found, Refusal):
             raise found
         return found
+
+    async def _following(
+        self, call: Call, head: RequestHead, before: Paired, failed: LegFailed, tried: dict[str, list[Backend]]
+    ) -> Paired | None:
+        """The next attempt, when there is room for it, after one that then has given back all that it had. None: there was
+        none within the time that the queue gives. Raises Refusal."""
+        asked, settings = before.asked, before.settings
+        self._over(call, before, failed)
+        taken: list[Paired | Refusal] = []
+        if self._turns.is_full(call, tried):
+            await self._turns.once_more(call, head, tried, lambda: taken.append(self._taken(call, asked, settings, tried)))
+        else:
+            taken.append(self._taken(call, asked, settings, tried))
+        if not taken or isinstance(taken[0], Refusal):
+            return None
+        self.means.observer.retried(call.exchange, failed.word)
+        return taken[0]
+
+    def _taken(self, call: Call, asked: Asked, settings: PairSettings, tried: dict[str, list[Backend]]) -> Paired | Refusal:
+        """As `begin`, for a turn that has come."""
+        try:
+            return self.begin(call, asked, settings, tried)
+        except Refusal as refusal:
+            return refusal
 
     def begin(self, call: Call, asked: Asked, settings: PairSettings, tried: dict[str, list[Backend]]) -> Paired:
         """An attempt with both of its backends leased. Raises Refusal."""

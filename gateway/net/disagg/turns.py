@@ -7,9 +7,11 @@ alone is not held up by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from gateway.core.admission import Admission, Line
+from gateway.core.backend import Backend
 from gateway.core.head import RequestHead
 from gateway.net.call import Call
 from gateway.net.fleet import Fleet
@@ -28,6 +30,22 @@ class _Room:
     def has_room(self) -> bool:
         """Or nobody can be reached: then waiting is in vain."""
         return all(self._fleet.of_model(role, self._name).has_room for role in ROLES)
+
+
+class _Others:
+    """Where a second try's line leads to: a prefill backend that has not been tried, and a decode backend (`Pairs.begin`)."""
+
+    def __init__(self, fleet: Fleet, call: Call, tried: Mapping[str, Sequence[Backend]]):
+        self._fleet, self._call, self._tried = fleet, call, tried
+
+    @property
+    def has_room(self) -> bool:
+        return not any(self._is_full(role) for role in ROLES)
+
+    def _is_full(self, role: str) -> bool:
+        pool, now = self._fleet.of(role, self._call), time.monotonic()
+        found = pool.others(self._tried[role], now) or (pool.others((), now) if role == "decode" else [])
+        return bool(found) and all(backend.full for backend in found)
 
 
 class Turns:
@@ -52,3 +70,15 @@ class Turns:
         self._admission.release(slot)
         await self._waiting.stand(call, head, line, way.rank, take)
         return True
+
+    def is_full(self, call: Call, tried: Mapping[str, Sequence[Backend]]) -> bool:
+        """Whether a second try has to wait."""
+        return not _Others(self._fleet, call, tried).has_room
+
+    async def once_more(
+        self, call: Call, head: RequestHead, tried: Mapping[str, Sequence[Backend]], take: Callable[[], None]
+    ) -> None:
+        """Wait for those that have not been tried. `take` is not called where that was in vain."""
+        way = call.way
+        assert way is not None
+        await self._waiting.again(call, head, Line(_Others(self._fleet, call, tried), way.model, way.quotas, way.rank), take)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import script as s
 from tests.support.disagg import Start
-from tests.support.gateway import until
+from tests.support.gateway import Gateway, until
 from tests.support.messages import HttpWire, Message
 from tests.support.pairs import OUTPUT, at_rest, config, decode, engines, prefill
 
@@ -96,3 +96,85 @@ async def test_the_queues_own_limit(start_gateway: Start) -> None:
         go_on.set()
         assert (await first).status == 200
         await at_rest(gateway, ledger, p, d)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("comes_free", [True, False])
+async def test_a_second_try_waits(start_gateway: Start, side: str, comes_free: bool) -> None:
+    """One engine fails while the other one of its role is full: the second try has its turn there, as the first one would;
+    where that does not come in time, the client is told what had gone wrong, in the engine's words."""
+    two = {"prefills": 2} if side == "prefill" else {"decodes": 2}
+    async with engines(**two) as (ps, ds, ledger):
+        alike, go_on = ps if side == "prefill" else ds, asyncio.Event()
+        inner = alike[0].script
+
+        async def slow(wire: HttpWire, request: Message) -> None:
+            await go_on.wait()
+            await inner(wire, request)
+
+        for one in alike:
+            one.script = slow
+        said = json.loads(config(ps, ds, timeouts={"queue": 10 if comes_free else 0.3}))
+        for backend in said["backends"]:
+            if backend["role"] == side:
+                backend["max_in_flight"] = 1
+        gateway = await start_gateway(config=json.dumps(said))
+        first = asyncio.ensure_future(gateway.ask())
+        await until(lambda: any(one.requests for one in alike), "one of them busy")
+        (failing,) = (one for one in alike if not one.requests)
+        failing.script = s.reply(500, {"error": {"message": "of the engine"}}, [("x-engine", "failing")])
+        second = asyncio.ensure_future(gateway.ask())
+        if comes_free:
+            await depth(gateway, 1)
+            go_on.set()
+            assert (await second).body == b"".join(OUTPUT)
+        else:
+            answer = await second
+            assert (answer.status, answer.get("x-engine")) == (500, "failing"), answer
+            assert answer.json() == {"error": {"message": "of the engine"}}
+            go_on.set()
+        assert (await first).body == b"".join(OUTPUT)
+        await at_rest(gateway, ledger, *ps, *ds)
+
+
+async def depth(gateway: Gateway, count: int) -> None:
+    async with asyncio.timeout(5):
+        while await gateway.metric("tokenpipe_queue_depth") != count:
+            await asyncio.sleep(0.02)
+
+
+async def test_whoever_leaves_while_its_second_try_waits(start_gateway: Start) -> None:
+    """What it was told before is thrown away with its connection."""
+    async with engines(prefills=2) as (ps, (d,), ledger):
+        go_on = asyncio.Event()
+        inner = ps[0].script
+
+        async def slow(wire: HttpWire, request: Message) -> None:
+            await go_on.wait()
+            await inner(wire, request)
+
+        for p in ps:
+            p.script = slow
+        said = json.loads(config(ps, [d]))
+        for backend in said["backends"][:2]:
+            backend["max_in_flight"] = 1
+        gateway = await start_gateway(config=json.dumps(said))
+        first = asyncio.ensure_future(gateway.ask())
+        await until(lambda: any(p.requests for p in ps), "one of them busy")
+        (failing,) = (p for p in ps if not p.requests)
+        wires: list[HttpWire] = []
+
+        async def large(wire: HttpWire, request: Message) -> None:
+            wires.append(wire)
+            await wire.send(s.head(503, [s.JSON_TYPE, ("content-length", "300000")]) + b"x" * 1000)
+
+        failing.script = large
+        client = await gateway.connect()
+        await client.send(s.post())
+        await depth(gateway, 1)
+        client.reset()
+        await depth(gateway, 0)
+        await wires[0].wait_closed(timeout=2)
+        go_on.set()
+        assert (await first).body == b"".join(OUTPUT)
+        await at_rest(gateway, ledger, *ps, d)
