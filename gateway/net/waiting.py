@@ -94,8 +94,9 @@ class Waiting:
         try:
             await self.stand(call, head, line, way.rank, take, waited)
         except Refusal as refusal:
-            self._admission.take(way)
-            call.slot = way.quotas
+            if call.slot is None:  # its turn may have come in the moment in which its time was over
+                self._admission.take(way)
+                call.slot = way.quotas
             if refusal.outcome is Outcome.TIMEOUT_TOTAL:
                 raise
         finally:
