@@ -127,9 +127,11 @@ class Attempts:
     ) -> bool:
         """Whether there is another attempt; its lease is then the call's, or None if that is to be waited for. `tried`: None
         where it is to be the same backend."""
-        attempts = call.exchange.attempts
+        attempts = call.exchange.attempts - call.repeated
         if tried is None:
-            return self.retries.again(failure, head.method, attempts, body_kept=upload.kept)
+            again = self.retries.again(failure, head.method, attempts, body_kept=upload.kept)
+            call.repeated += again
+            return again
         following = self._following(call, tried)
         if following is None and not self.fleet.held_up(call, tried):
             return False  # what went wrong says more than that there is nobody else
@@ -150,10 +152,10 @@ class Attempts:
             backend.caution.busy(BUSY if seconds is None else seconds, now)
         if call.hedged or not upload.kept or response.status not in self.retries.settings.statuses:
             return False
-        following = self._following(call, tried)
+        following, attempts = self._following(call, tried), call.exchange.attempts - call.repeated
         if following is None and not self.fleet.held_up(call, tried):
             return False
-        if not self.retries.turned_away(response.status, seconds, call.exchange.attempts, body_kept=upload.kept):
+        if not self.retries.turned_away(response.status, seconds, attempts, body_kept=upload.kept):
             if following is not None:
                 following.release()
             return False
