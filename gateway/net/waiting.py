@@ -123,6 +123,7 @@ class Waiting:
         """Wait in a line. `take` takes what it leads to, in the same step as the slot; it must not raise. `waited`: seconds
         before, of those that it may. Raises Refusal."""
         admission, seconds, exchange = self._admission, call.policy.timeouts.queue, call.exchange
+        left = max(seconds - waited, 0.0)
         exchange.phase, now = Phase.QUEUE, time.monotonic()
         exchange.queued = now if exchange.queued is None else exchange.queued
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -134,10 +135,10 @@ class Waiting:
             if not turn.done():
                 turn.set_result(None)
 
-        ticket = admission.ticket(line, granted, _rank(call, head, rank), seconds - waited)
+        ticket = admission.ticket(line, granted, _rank(call, head, rank), left)
         try:
             message = f"no slot came free within {seconds:g} s (timeouts.queue)"
-            await body.timed(call, turn, seconds - waited, "queue_timeout", message, retry_after=1)
+            await body.timed(call, turn, left, "queue_timeout", message, retry_after=1)
         finally:
             admission.leave(ticket)
 
