@@ -147,9 +147,7 @@ class Attempts:
         that is to be waited for."""
         assert call.lease is not None
         backend, now = call.lease.backend, time.monotonic()
-        seconds = headers.retry_after(response, time.time()) if response.status in (429, 503) else None
-        if seconds is not None or response.status == 429:
-            backend.caution.busy(BUSY if seconds is None else seconds, now)
+        seconds = self.rest(backend, response)
         if call.hedged or not upload.kept or response.status not in self.retries.settings.statuses:
             return False
         following, attempts = self._following(call, tried), call.exchange.attempts - call.repeated
@@ -162,6 +160,15 @@ class Attempts:
         backend.answered(response.status, now)
         self._move(call, following)
         return True
+
+    @staticmethod
+    def rest(backend: Backend, response: ResponseHead) -> float | None:
+        """Seconds that its answer asks for, if it says how many. One that says that it is full is left in peace for so long,
+        also where somebody else's answer is taken."""
+        seconds = headers.retry_after(response, time.time()) if response.status in (429, 503) else None
+        if seconds is not None or response.status == 429:
+            backend.caution.busy(BUSY if seconds is None else seconds, time.monotonic())
+        return seconds
 
     def _following(self, call: Call, tried: list[Backend]) -> Lease | None:
         """A lease on a backend that has not been tried."""
