@@ -127,9 +127,11 @@ class Attempts:
     ) -> bool:
         """Whether there is another attempt; its lease is then the call's, or None if that is to be waited for. `tried`: None
         where it is to be the same backend."""
-        attempts = call.exchange.attempts
+        attempts = call.exchange.attempts - call.repeated
         if tried is None:
-            return self.retries.again(failure, head.method, attempts, body_kept=upload.kept)
+            again = self.retries.again(failure, head.method, attempts, body_kept=upload.kept)
+            call.repeated += again
+            return again
         following = self._following(call, tried)
         if following is None and not self.fleet.held_up(call, tried):
             return False  # what went wrong says more than that there is nobody else
@@ -145,21 +147,28 @@ class Attempts:
         that is to be waited for."""
         assert call.lease is not None
         backend, now = call.lease.backend, time.monotonic()
-        seconds = headers.retry_after(response, time.time()) if response.status in (429, 503) else None
-        if seconds is not None or response.status == 429:
-            backend.caution.busy(BUSY if seconds is None else seconds, now)
+        seconds = self.rest(backend, response)
         if call.hedged or not upload.kept or response.status not in self.retries.settings.statuses:
             return False
-        following = self._following(call, tried)
+        following, attempts = self._following(call, tried), call.exchange.attempts - call.repeated
         if following is None and not self.fleet.held_up(call, tried):
             return False
-        if not self.retries.turned_away(response.status, seconds, call.exchange.attempts, body_kept=upload.kept):
+        if not self.retries.turned_away(response.status, seconds, attempts, body_kept=upload.kept):
             if following is not None:
                 following.release()
             return False
         backend.answered(response.status, now)
         self._move(call, following)
         return True
+
+    @staticmethod
+    def rest(backend: Backend, response: ResponseHead) -> float | None:
+        """Seconds that its answer asks for, if it says how many. One that says that it is full is left in peace for so long,
+        also where somebody else's answer is taken."""
+        seconds = headers.retry_after(response, time.time()) if response.status in (429, 503) else None
+        if seconds is not None or response.status == 429:
+            backend.caution.busy(BUSY if seconds is None else seconds, time.monotonic())
+        return seconds
 
     def _following(self, call: Call, tried: list[Backend]) -> Lease | None:
         """A lease on a backend that has not been tried."""

@@ -92,6 +92,7 @@ class Call(Leg):
     look_at = NEVER  # when its deadlines are next to be looked at
     others: tuple[Leg, ...] = ()
     asked: Upload | None = None  # the request's body, where its stream may be gone on with elsewhere
+    repeated = 0  # of its attempts, those that were one made again, whose kept connection proved stale
     hedged = False  # a second attempt has been made beside the first
     relay: Relay | Tunnel | None = None
     paired: Paired | None = None  # the pair of legs that serves it, where it is disaggregated

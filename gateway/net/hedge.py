@@ -105,6 +105,8 @@ async def _first(attempts: Attempts, call: Call, running: dict[asyncio.Task[Said
             if isinstance(answer, ResponseHead):
                 if wins(answer):
                     return leg, answer
+                if leg.lease is not None:
+                    attempts.rest(leg.lease.backend, answer)
                 spare = spare or (leg, answer)
             elif isinstance(answer, (UpstreamFailed, EngineRefused)):
                 failed.append((answer, leg.exchange.backend))

@@ -60,14 +60,30 @@ class Waiting:
         return entered
 
     async def turn(self, call: Call, head: RequestHead) -> None:
-        """Wait for a slot, and a backend of the call's way. Raises Refusal."""
-        way = call.way
-        assert way is not None
+        """Wait for a slot, and a backend of the call's way. Raises Refusal.
+
+        Where nobody of that way can be reached any more, an alias leads on to the next one; where that is full, it is waited
+        for, too, within the same time.
+        """
 
         def pick() -> None:
             call.lease = self._fleet.pick(call)
 
-        await self.stand(call, head, way, way.rank, pick)
+        way, waited = call.way, 0.0
+        while way is not None:
+            await self.stand(call, head, way, way.rank, pick, waited)
+            before, way = way, call.way
+            if call.lease is not None or way is before or way is None or way.backends.has_room:
+                return
+            self._give_up_slot(call)
+            assert call.exchange.queued is not None
+            waited = time.monotonic() - call.exchange.queued
+
+    def _give_up_slot(self, call: Call) -> None:
+        """While it waits once more."""
+        slot, call.slot = call.slot, None
+        assert slot is not None
+        self._admission.release(slot)
 
     async def once_more(self, call: Call, head: RequestHead, tried: Sequence[Backend]) -> bool:
         """Wait for a backend that is not among `tried`, where all of these are full: in the queue, as for the first one.
@@ -84,18 +100,18 @@ class Waiting:
     async def again(self, call: Call, head: RequestHead, line: Line, take: Callable[[], None]) -> None:
         """Wait in a line of one's own for a second try; `take` as in `stand`, and not called where that was in vain: the call
         has its slot all the same, to be told what went wrong before."""
-        exchange, way, slot = call.exchange, call.way, call.slot
-        assert way is not None and slot is not None
+        exchange, way = call.exchange, call.way
+        assert way is not None
         began = time.monotonic()
         waited = 0.0 if exchange.queued is None or exchange.selected is None else exchange.selected - exchange.queued
         exchange.queued = began - waited  # so that it tells of both waits
-        call.slot = None
-        self._admission.release(slot)
+        self._give_up_slot(call)
         try:
             await self.stand(call, head, line, way.rank, take, waited)
         except Refusal as refusal:
-            self._admission.take(way)
-            call.slot = way.quotas
+            if call.slot is None:  # its turn may have come in the moment in which its time was over
+                self._admission.take(way)
+                call.slot = way.quotas
             if refusal.outcome is Outcome.TIMEOUT_TOTAL:
                 raise
         finally:
@@ -107,6 +123,7 @@ class Waiting:
         """Wait in a line. `take` takes what it leads to, in the same step as the slot; it must not raise. `waited`: seconds
         before, of those that it may. Raises Refusal."""
         admission, seconds, exchange = self._admission, call.policy.timeouts.queue, call.exchange
+        left = max(seconds - waited, 0.0)
         exchange.phase, now = Phase.QUEUE, time.monotonic()
         exchange.queued = now if exchange.queued is None else exchange.queued
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -118,10 +135,10 @@ class Waiting:
             if not turn.done():
                 turn.set_result(None)
 
-        ticket = admission.ticket(line, granted, _rank(call, head, rank), seconds - waited)
+        ticket = admission.ticket(line, granted, _rank(call, head, rank), left)
         try:
             message = f"no slot came free within {seconds:g} s (timeouts.queue)"
-            await body.timed(call, turn, seconds - waited, "queue_timeout", message, retry_after=1)
+            await body.timed(call, turn, left, "queue_timeout", message, retry_after=1)
         finally:
             admission.leave(ticket)
 

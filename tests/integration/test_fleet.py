@@ -406,6 +406,28 @@ async def test_a_stale_get_is_tried_once_more(start_gateway: Start) -> None:
         assert {b["breaker"] for b in await states(gateway)} == {"closed"}
 
 
+async def test_a_stale_connection_leaves_the_second_try(start_gateway: Start) -> None:
+    """The backend dies as it reads a request on a kept connection: that one is sent to it again, in vain, and then elsewhere,
+    also where there are two attempts in all."""
+    dying: RawUpstream
+
+    async def dies(wire: HttpWire, request: Message) -> None:
+        if wire.received.count(b"HTTP/1.1\r\n") == 1:
+            await s.reply()(wire, request)
+        else:
+            dying.close_listener()
+            wire.reset()
+
+    async with fleet(1, dies) as (dying,), fleet(1) as (well,):
+        config = {"health": SLOW, "balance": "round_robin", "retry": {"attempts": 2, "replay_stale": True}}
+        gateway = await start_gateway(config=config, backends=urls([dying, well]))
+        for number in range(4):
+            assert (await gateway.ask(chat(f"r-{number}"))).status == 200
+        entries = await gateway.logged(4)
+        assert max(entry["attempts"] for entry in entries) == 3
+        assert served([dying, well]) == [2, 3]
+
+
 class TestModels:
     async def test_merged(self, start_gateway: Start) -> None:
         """Each model once, with the metadata that its backend gave it."""

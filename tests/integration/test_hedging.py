@@ -87,6 +87,22 @@ async def test_the_first_wins_after_all(start_gateway: Start, streamed: bool) ->
         assert line["backend"] == f"127.0.0.1:{backends[0].port}"
 
 
+async def test_a_hedge_that_is_turned_away_leaves_its_backend_in_peace(start_gateway: Start) -> None:
+    """It says that it is full: that counts also where the first one's answer is taken."""
+    async with fleet(2) as backends:
+        go_on = asyncio.Event()
+        backends[0].script = behind(go_on, s.stream(*OUTPUT))
+        backends[1].script = s.reply(429, b"{}", [s.JSON_TYPE, ("retry-after", "20")])
+        gateway = await start(start_gateway, backends)
+        asked = asyncio.create_task(gateway.ask())
+        await until(lambda: len(backends[1].requests) == 1, "the hedge")
+        await asyncio.sleep(0.1)
+        go_on.set()
+        assert (await asked).status == 200
+        await at_rest(gateway)
+        assert [b["state"] for b in await states(gateway)][1] == "busy"
+
+
 async def test_who_answers_in_time_is_alone(start_gateway: Start) -> None:
     async with fleet(2, s.stream(*OUTPUT)) as backends:
         gateway = await start(start_gateway, backends)

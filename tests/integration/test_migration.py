@@ -437,3 +437,20 @@ async def test_usage_that_the_gateway_asked_for(start_gateway: Start) -> None:
         (line,) = await gateway.logged()
         assert (line["prompt_tokens"], line["output_tokens"]) == (PROMPT_TOKENS, len(WORDS))
         await at_rest(gateway)
+
+
+async def test_who_turns_a_migration_away_is_left_in_peace(start_gateway: Start) -> None:
+    async def dies(wire: HttpWire, request: Message) -> None:
+        await wire.send(s.SSE_HEAD + framed(events(WORDS)[:3]))
+        wire.reset()
+
+    async with fleet(2, dies) as backends:
+        backends[1].script = s.reply(429, b"{}", [s.JSON_TYPE, ("retry-after", "20")])
+        gateway = await start_gateway(config=configured(), backends=urls(backends))
+        client = await gateway.connect()
+        await client.send(s.post(CHAT))
+        assert not (await client.read_response()).complete
+        client.fin()
+        await gateway.idle()
+        assert served(backends) == [1, 1]
+        assert [b["state"] for b in await states(gateway)][1] == "busy"

@@ -165,3 +165,29 @@ async def test_an_alias_waits_for_who_serves_it(start_gateway: Start) -> None:
         assert await crowd.status("second") == 200
         assert [json.loads(request.body)["model"] for request in one.requests] == ["m", "m"]
         await at_rest(gateway)
+
+
+async def test_an_alias_whose_first_target_goes_while_it_waits(start_gateway: Start) -> None:
+    """It waits for its fallback, which is full, rather than being turned away; its body names that one's model."""
+    async with engine("m") as (one, doors), engine("n") as (other, others):
+        config = {
+            "health": SLOW,
+            "backends": [{"url": one.url, "name": "one", "max_in_flight": 1}, {"url": other.url, "max_in_flight": 1}],
+            "models": {"x": {"route_to": [{"model": "m"}, {"model": "n", "fallback": True}]}},
+        }
+        gateway = await start_gateway(config=config)
+        crowd = Crowd(gateway)
+        await crowd.send("first", "m")
+        await crowd.send("second", "n")
+        await doors.until("first")
+        await others.until("second")
+        await crowd.send("third", "x", queued=1)
+        drained = await gateway.admin(s.post(b"", "/-/backends/one/drain"))
+        assert drained.status == 202, drained.body
+        await asyncio.sleep(0.1)
+        others.open("second", "third")
+        assert await crowd.status("third") == 200
+        assert [json.loads(request.body)["model"] for request in other.requests] == ["n", "n"]
+        doors.open("first")
+        assert [await crowd.status(name) for name in ("first", "second")] == [200, 200]
+        await at_rest(gateway)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import NamedTuple, cast
 
 import dns.asyncresolver
@@ -50,6 +50,7 @@ class Target(NamedTuple):
 class DnsSource:
     def __init__(self, settings: DnsSettings):
         self.settings = settings
+        self._names: dict[Place, str] = {}  # of those that were found last
 
     @property
     def name(self) -> str:
@@ -70,13 +71,14 @@ class DnsSource:
         members: dict[str, Member] = {}
         for name in settings.names:
             if settings.type == "SRV":
-                found = members_of_targets(await _service(resolver, name), settings.common)
+                found = members_of_targets(await _service(resolver, name), settings.common, self._names)
             else:
                 assert settings.port is not None
                 found = members_of_name(name, settings.port, await _addresses(resolver, name, settings.type), settings.common)
             members.update((member.name, member) for member in found)
         if len(members) > MEMBERS_MOST:
             raise SourceFailed(f"found {len(members)} backends; expected at most {MEMBERS_MOST}")
+        self._names = {member.place: member.name for member in members.values()}
         return tuple(members.values())
 
     def _resolver(self) -> dns.asyncresolver.Resolver:
@@ -131,17 +133,21 @@ def members_of_name(name: str, port: int, addresses: Iterable[str], common: Comm
     return [_member(_host_port(address, port), url, address, 1, common) for address in addresses]
 
 
-def members_of_targets(targets: Iterable[Target], common: Common) -> list[Member]:
-    """Called TARGET:PORT, with @ADDRESS behind it where a target has several."""
+def members_of_targets(targets: Iterable[Target], common: Common, before: Mapping[Place, str] = {}) -> list[Member]:
+    """Called TARGET:PORT, with @ADDRESS behind it where a target has several. `before`: names that were given; whoever has one
+    keeps it, so that an address which its target has still is the same backend, whatever joins it or goes."""
     targets = sorted(targets)
     share = math.gcd(*(target.weight for target in targets)) or 1
     members = []
     for target in targets:
         shown = f"{target.host}:{target.port}"
+        url = f"{common.scheme}://{shown}"
+        kept = {address: before.get(Place(url, address)) for address in target.addresses}
+        alone = len(target.addresses) == 1
         weight = max(target.weight // share, 1)
         for address in target.addresses:
-            name = shown if len(target.addresses) == 1 else f"{shown}@{address}"
-            members.append(_member(name, f"{common.scheme}://{shown}", address, weight, common))
+            name = kept[address] or (shown if alone else f"{shown}@{address}")
+            members.append(_member(name, url, address, weight, common))
     return members
 
 

@@ -95,6 +95,22 @@ async def test_srv(server: DnsServer, follow: Follow) -> None:
         assert told.snapshots[-1][0].place.address == "10.0.0.9"
 
 
+async def test_an_address_of_a_service_keeps_its_name(server: DnsServer, follow: Follow) -> None:
+    """Another address joins its target, or leaves it: whoever stays is the same backend, with all that is known of it."""
+    server.records["_vllm._tcp.test", "SRV"] = ["1 1 8001 a.test."]
+    server.records["a.test", "A"] = ["10.0.0.1"]
+    async with follow("_vllm._tcp.test", type="SRV") as told:
+        await told.say("a.test:8001")
+        server.records["a.test", "A"] = ["10.0.0.1", "10.0.0.2"]
+        await told.say("a.test:8001", "a.test:8001@10.0.0.2")
+        assert {m.name: m.place.address for m in told.snapshots[-1]}["a.test:8001"] == "10.0.0.1"
+        server.records["a.test", "A"] = ["10.0.0.2"]
+        await told.say("a.test:8001@10.0.0.2")
+        server.records["a.test", "A"] = ["10.0.0.3"]
+        await told.say("a.test:8001")
+        assert told.snapshots[-1][0].place.address == "10.0.0.3"
+
+
 async def test_srv_of_lower_priority_waits(server: DnsServer, follow: Follow) -> None:
     """RFC 2782: the lowest number is asked first; the others only when there is no such record any more."""
     server.records["_vllm._tcp.test", "SRV"] = ["20 1 8001 spare.test.", "10 1 8000 main.test."]
