@@ -58,8 +58,11 @@ async def leave(gateway: Gateway, engines: Engines, clients: list[RawClient], ph
     await engines.at_rest(gateway, seconds=20)
     assert gateway.rss() - before < 20 << 20
     samples = await gateway.metrics()
-    assert samples.value("tokenpipe_pd_aborts_total", phase=phase) == ALL
-    assert sum(v for n, _, v in samples if n == "tokenpipe_pd_aborts_total") == ALL
+    aborts = {labels["phase"]: int(v) for n, labels, v in samples if n == "tokenpipe_pd_aborts_total" and v}
+    if engines.connector == "shared_storage" and phase == "wait":  # a decode engine that finds the prompt of those before
+        assert aborts.keys() <= {"wait", "probe"} and sum(aborts.values()) == ALL
+    else:
+        assert aborts == {phase: ALL}
     answer = await gateway.ask(request())
     assert (answer.status, answer.text()) == (200, wanted)
     await engines.at_rest(gateway)
