@@ -324,7 +324,7 @@ def picture(path: Path, measured: Sequence[Measured], settings: Settings) -> Non
     columns = 3
     rows = math.ceil(len(found) / columns)
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(5.2 * columns, 3.4 * rows), layout="tight")
+        figure = Figure(figsize=(5.2 * columns, 3.4 * rows), layout="constrained")
         FigureCanvasAgg(figure)
         figure.suptitle(heading(settings, measured), fontsize=12)
         for place, panel in enumerate(found):
