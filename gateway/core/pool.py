@@ -95,6 +95,8 @@ class Pool:
         if chosen is None and not self.routable:
             left = self.others(tried, now) if tried else self.asked
             chosen = choose(lambda b: b in left and not b.full, now, chance, key) if left else None
+            if chosen is not None:
+                chosen.panics += 1
         if chosen is None:
             return None
         if self._ramp:
