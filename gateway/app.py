@@ -396,6 +396,8 @@ class App:
             await self.gateway.stop()
             for pool in self.gateway.fleet.connections.values():
                 pool.close()
+            for entry in self.membership.entries.values():
+                entry.target.connections.close()
         await self._part_from_clients()
         if self._admin is not None:
             await self._admin.cleanup()
