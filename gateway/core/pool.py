@@ -11,11 +11,9 @@ from collections.abc import Sequence
 
 from gateway.core.backend import Backend, Lease
 from gateway.core.balancing import POLICIES
-from gateway.core.caution import WARMING, Reason
+from gateway.core.caution import WARMING
 from gateway.core.ramp import Ramp
 from gateway.errors import Refusal
-
-_SILENT = Reason.SILENT  # looked up once: see core.head
 
 
 class Pool:
@@ -42,6 +40,10 @@ class Pool:
     def usable(self, now: float) -> bool:
         """Some backend can be routed to that is not ejected, either."""
         return any(b.routable and b.breaker.allows(now) for b in self.backends)
+
+    def inviting(self, now: float) -> bool:
+        """... and that gives no reason to pass it over, as long as others serve: it rests, says nothing, or is not proven."""
+        return any(b.routable and b.breaker.allows(now) and b.caution.invites(now) for b in self.backends)
 
     @property
     def has_room(self) -> bool:
@@ -106,10 +108,9 @@ class Pool:
 
     def _is_given(self, backend: Backend, now: float) -> bool:
         """Whether one that is to be treated with caution may have this exchange."""
-        reason = backend.caution.reason(now)
-        if reason is WARMING:
+        if backend.caution.reason(now) is WARMING:
             return self._ramp.is_due(backend, now)
-        return reason is None or (reason is _SILENT and backend.caution.may_try(now))
+        return backend.caution.invites(now)
 
     def nobody(self, model: str | None = None) -> Refusal:
         """Why there is no backend to be picked, for `model` or for any."""
