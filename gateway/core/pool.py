@@ -2,12 +2,13 @@
 
 The policy chooses among those that are fit. Where none is, what is only a doubt counts no more: first caution (`core.caution`),
 then breakers, and with `health.panic` the word of probes. A doubtful backend is better than none, but no second attempt is made
-on one that a breaker keeps out, nor on one that has said itself that it is full.
+on one that a breaker keeps out, nor on one that has said itself that it is full. But it is no better than waiting: one that is
+fit, and only full, is waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gateway.core.backend import Backend, Lease
 from gateway.core.balancing import POLICIES
@@ -45,20 +46,35 @@ class Pool:
         """... and that gives no reason to pass it over, as long as others serve: it rests, says nothing, or is not proven."""
         return any(b.routable and b.breaker.allows(now) and b.caution.invites(now) for b in self.backends)
 
-    @property
-    def has_room(self) -> bool:
+    def has_room(self, clock: Callable[[], float]) -> bool:
         """Some backend could take an exchange now, or none can be routed to at all, in which case waiting is in vain."""
         if not self._limited:
             return True
-        if any(not b.full for b in self.backends if b.routable):
-            return True
+        now = clock()
+        for backend in self.backends:
+            if backend.has_place(now) and backend.caution.invites(now):
+                return True
+        if self._is_waited_for((), now):
+            return False
         asked = self.asked
         return not asked or any(not b.full for b in asked)
+
+    def _is_waited_for(self, tried: Sequence[Backend], now: float) -> bool:
+        """Some backend would take an exchange, were it not full."""
+        return self._limited and any(
+            b.full and b.routable and b not in tried and b.breaker.allows(now) and b.caution.invites(now) for b in self.backends
+        )
 
     def others(self, tried: Sequence[Backend], now: float) -> list[Backend]:
         """Those on which a second attempt may be made, whether or not they have room now."""
         left = [b for b in self.asked if b not in tried]
         return [b for b in left if b.breaker.allows(now) and not b.caution.refuses(now)]
+
+    def held_up(self, tried: Sequence[Backend], now: float) -> bool:
+        """Whether whoever could take a second attempt is only full, and is to be waited for."""
+        others = self.others(tried, now)
+        left = [b for b in others if b.caution.invites(now)] or others
+        return bool(left) and all(b.full for b in left)
 
     def pick(
         self,
@@ -89,7 +105,9 @@ class Pool:
             return now < backend.caution.look_from or self._is_given(backend, now)
 
         choose = self._policy.choose
-        chosen = choose(fit, now, chance, key)
+        chosen = choose(fit, now, chance, key) or choose(lambda b: sound(b) and b.caution.invites(now), now, chance, key)
+        if chosen is None and self._is_waited_for(tried, now):
+            return None
         if chosen is None and tried:
             chosen = choose(lambda b: sound(b) and not b.caution.refuses(now), now, chance, key)
         elif chosen is None:
