@@ -396,6 +396,8 @@ class App:
             await self.gateway.stop()
             for pool in self.gateway.fleet.connections.values():
                 pool.close()
+            for entry in self.membership.entries.values():
+                entry.target.connections.close()
         await self._part_from_clients()
         if self._admin is not None:
             await self._admin.cleanup()
@@ -507,9 +509,13 @@ class App:
             b, size = entry.backend, entry.connections.size
             other = samples.get(b.name)
             if other is None:
-                samples[b.name] = BackendSample(b.name, b.routable, b.state_at(now), b.in_flight, size)
+                samples[b.name] = BackendSample(b.name, b.routable, b.state_at(now), b.in_flight, size, b.panics)
             else:
-                samples[b.name] = other._replace(in_flight=other.in_flight + b.in_flight, connections=other.connections + size)
+                samples[b.name] = other._replace(
+                    in_flight=other.in_flight + b.in_flight,
+                    connections=other.connections + size,
+                    panics=other.panics + b.panics,
+                )
         return samples.values()
 
     async def _measure_lag(self) -> None:

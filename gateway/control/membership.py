@@ -172,7 +172,7 @@ class Membership:
         for entry in entries.values():
             _describe(entry, inputs.settings)
         kept = {id(entry.backend) for entry in entries.values()}
-        used = {id(entry.connections) for entry in entries.values()}
+        used = {id(pool) for entry in entries.values() for pool in (entry.connections, entry.target.connections)}
         gone = [entry for entry in before.values() if id(entry.backend) not in kept]
         self.leaving = [entry for entry in self.leaving if id(entry.backend) not in kept]
         had = {id(entry.backend) for entry in before.values()}
@@ -184,8 +184,9 @@ class Membership:
                 entry.backend.caution.doubted()  # others serve: it may prove itself first
         self._put(entries.values())
         for entry in before.values():
-            if id(entry.connections) not in used:
-                entry.connections.close()
+            for pool in (entry.connections, entry.target.connections):
+                if id(pool) not in used:
+                    pool.close()
         self._tell(merged, new, gone)
 
     def _drain(self, entry: Entry) -> None:

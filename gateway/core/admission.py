@@ -29,8 +29,7 @@ RETRY_MOST = 120  # seconds that a client is told to wait at most
 class Room(Protocol):
     """Where a line leads to: a pool."""
 
-    @property
-    def has_room(self) -> bool: ...
+    def has_room(self, clock: Callable[[], float]) -> bool: ...
 
 
 class Quota:
@@ -64,12 +63,11 @@ class Line:
         self.pace, self.turns = Pace(), 0
         self._places: dict[int, dict[Ticket, None]] = {}  # by rank, each in order of arrival
 
-    @property
-    def has_room(self) -> bool:
+    def has_room(self, clock: Callable[[], float]) -> bool:
         for quota in self.quotas:
             if quota.limit is not None and quota.in_flight >= quota.limit:
                 return False
-        return self.pool.has_room
+        return self.pool.has_room(clock)
 
     @property
     def waiting(self) -> int:
@@ -114,12 +112,12 @@ class Admission:
         return self.limit is not None and self.in_flight >= self.limit
 
     def must_wait(self, line: Line) -> bool:
-        return self._full or line in self._lines or not line.has_room
+        return self._full or line in self._lines or not line.has_room(self._clock)
 
     def enter(self, line: Line) -> bool:
         """Take a slot if nobody has to wait for one. Whoever gets False asks for a `ticket`."""
         limit = self.limit
-        if (limit is not None and self.in_flight >= limit) or line in self._lines or not line.has_room:  # `must_wait`
+        if (limit is not None and self.in_flight >= limit) or line in self._lines or not line.has_room(self._clock):
             return False
         self.take(line)
         return True
@@ -196,7 +194,7 @@ class Admission:
 
     def _next(self) -> Ticket | None:
         longest = self._turns % FAIR == FAIR - 1
-        firsts = [line.first(longest) for line in self._lines if line.has_room]
+        firsts = [line.first(longest) for line in self._lines if line.has_room(self._clock)]
         if longest:
             return min(firsts, key=lambda ticket: ticket.number, default=None)
         return min(firsts, key=lambda ticket: (ticket.rank, ticket.number), default=None)

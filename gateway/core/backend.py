@@ -64,6 +64,7 @@ class Backend:
         "max_in_flight",
         "models",
         "name",
+        "panics",
         "penalty",
         "picked",
         "role",
@@ -92,6 +93,7 @@ class Backend:
         self.tokens = 0  # of the prompts that it has not read yet, as far as their size tells
         self.held, self.holds = 0, 0  # prefilled KV that waits to be fetched: in tokens, and of so many exchanges
         self.taken = 0  # leases ever given
+        self.panics = 0  # ... as a last resort
         self.penalty = Penalty()
         self.engine: EngineLoad | None = None  # what it said of itself, while that is fresh
         self._beyond, self._pressure = 0.0, 1.0

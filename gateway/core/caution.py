@@ -128,6 +128,13 @@ class Caution:
         """Whether a silent one may be sent an exchange, to see."""
         return self.streams.may_try(now) and self.wholes.may_try(now)
 
+    def invites(self, now: float) -> bool:
+        """Nothing speaks against sending it an exchange, be it that it is warming."""
+        if now < self.look_from:
+            return True
+        reason = self.reason(now)
+        return reason is None or reason is WARMING or (reason is _SILENT and self.may_try(now))
+
     def refuses(self, now: float) -> bool:
         """It has said itself that it wants nothing now."""
         return now < self._busy_until

@@ -213,8 +213,10 @@ def own_head(
     retry_after: int | None = None,
     allow: bytes = b"",
     connection: bytes | None,
+    receipt: bytes = b"",
 ) -> bytes:
-    """The head of an answer of the gateway's own, whose body, if it has one, is JSON. `code`: of a refusal."""
+    """The head of an answer of the gateway's own, whose body, if it has one, is JSON. `code`: of a refusal; `receipt`: as
+    `client_head`."""
     lines = [b"HTTP/1.1 %d %b" % (status, reason)]
     if length:
         lines.append(b"Content-Type: application/json")
@@ -227,7 +229,7 @@ def own_head(
         lines.append(b"Allow: " + allow)
     if connection is not None:
         lines.append(b"Connection: " + connection)
-    lines.append(b"\r\n")
+    lines.append(receipt + b"\r\n")
     return b"\r\n".join(lines)
 
 

@@ -59,7 +59,7 @@ class Member(NamedTuple):
     name: str
     place: Place
     role: str = "both"  # both, prefill or decode
-    weight: int = 1
+    weight: float = 1
     max_in_flight: int | None = None
     credential: bytes | None = None  # sent upstream instead of the client's own
     tls: Tls = Tls()

@@ -74,9 +74,11 @@ class Alias:
     def order(self, chance: float, now: float) -> list[Way]:
         """The ways of one request, the first to be tried first. `chance`: a random number from 0 to 1.
 
-        Those that lead to nobody just now (down, or ejected) come last, and have no share.
+        Those that lead to nobody just now (down, or ejected) come last, and have no share; nor have, while others lead to
+        somebody, those all of whose backends rest, are silent or not proven.
         """
-        well = {way for way in self._targets if way.backends.usable(now)}
+        usable = {way for way in self._targets if way.backends.usable(now)}
+        well = {way for way in usable if way.backends.inviting(now)} or usable
         weighted = [(weight, way) for weight, way in self._weighted if way in well] or self._weighted
         at = chance * sum(weight for weight, _ in weighted)
         first = weighted[-1][1]
@@ -86,7 +88,7 @@ class Alias:
                 first = way
                 break
         ways = [first, *(way for way in self._targets if way is not first)]
-        return sorted(ways, key=lambda way: way not in well)
+        return sorted(ways, key=lambda way: (way not in well, way not in usable))
 
 
 class Models:

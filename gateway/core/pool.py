@@ -2,20 +2,19 @@
 
 The policy chooses among those that are fit. Where none is, what is only a doubt counts no more: first caution (`core.caution`),
 then breakers, and with `health.panic` the word of probes. A doubtful backend is better than none, but no second attempt is made
-on one that a breaker keeps out, nor on one that has said itself that it is full.
+on one that a breaker keeps out, nor on one that has said itself that it is full. But it is no better than waiting: one that is
+fit, and only full, is waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gateway.core.backend import Backend, Lease
 from gateway.core.balancing import POLICIES
-from gateway.core.caution import WARMING, Reason
+from gateway.core.caution import WARMING
 from gateway.core.ramp import Ramp
 from gateway.errors import Refusal
-
-_SILENT = Reason.SILENT  # looked up once: see core.head
 
 
 class Pool:
@@ -43,20 +42,39 @@ class Pool:
         """Some backend can be routed to that is not ejected, either."""
         return any(b.routable and b.breaker.allows(now) for b in self.backends)
 
-    @property
-    def has_room(self) -> bool:
+    def inviting(self, now: float) -> bool:
+        """... and that gives no reason to pass it over, as long as others serve: it rests, says nothing, or is not proven."""
+        return any(b.routable and b.breaker.allows(now) and b.caution.invites(now) for b in self.backends)
+
+    def has_room(self, clock: Callable[[], float]) -> bool:
         """Some backend could take an exchange now, or none can be routed to at all, in which case waiting is in vain."""
         if not self._limited:
             return True
-        if any(not b.full for b in self.backends if b.routable):
-            return True
+        now = clock()
+        for backend in self.backends:
+            if backend.has_place(now) and backend.caution.invites(now):
+                return True
+        if self._is_waited_for((), now):
+            return False
         asked = self.asked
         return not asked or any(not b.full for b in asked)
+
+    def _is_waited_for(self, tried: Sequence[Backend], now: float) -> bool:
+        """Some backend would take an exchange, were it not full."""
+        return self._limited and any(
+            b.full and b.routable and b not in tried and b.breaker.allows(now) and b.caution.invites(now) for b in self.backends
+        )
 
     def others(self, tried: Sequence[Backend], now: float) -> list[Backend]:
         """Those on which a second attempt may be made, whether or not they have room now."""
         left = [b for b in self.asked if b not in tried]
         return [b for b in left if b.breaker.allows(now) and not b.caution.refuses(now)]
+
+    def held_up(self, tried: Sequence[Backend], now: float) -> bool:
+        """Whether whoever could take a second attempt is only full, and is to be waited for."""
+        others = self.others(tried, now)
+        left = [b for b in others if b.caution.invites(now)] or others
+        return bool(left) and all(b.full for b in left)
 
     def pick(
         self,
@@ -87,7 +105,9 @@ class Pool:
             return now < backend.caution.look_from or self._is_given(backend, now)
 
         choose = self._policy.choose
-        chosen = choose(fit, now, chance, key)
+        chosen = choose(fit, now, chance, key) or choose(lambda b: sound(b) and b.caution.invites(now), now, chance, key)
+        if chosen is None and self._is_waited_for(tried, now):
+            return None
         if chosen is None and tried:
             chosen = choose(lambda b: sound(b) and not b.caution.refuses(now), now, chance, key)
         elif chosen is None:
@@ -95,6 +115,8 @@ class Pool:
         if chosen is None and not self.routable:
             left = self.others(tried, now) if tried else self.asked
             chosen = choose(lambda b: b in left and not b.full, now, chance, key) if left else None
+            if chosen is not None:
+                chosen.panics += 1
         if chosen is None:
             return None
         if self._ramp:
@@ -104,10 +126,9 @@ class Pool:
 
     def _is_given(self, backend: Backend, now: float) -> bool:
         """Whether one that is to be treated with caution may have this exchange."""
-        reason = backend.caution.reason(now)
-        if reason is WARMING:
+        if backend.caution.reason(now) is WARMING:
             return self._ramp.is_due(backend, now)
-        return reason is None or (reason is _SILENT and backend.caution.may_try(now))
+        return backend.caution.invites(now)
 
     def nobody(self, model: str | None = None) -> Refusal:
         """Why there is no backend to be picked, for `model` or for any."""

@@ -45,15 +45,29 @@ class Retries:
         if self._credit < RESERVE:
             self._credit = min(self._credit + self.settings.budget, RESERVE)
 
-    def afford(self) -> bool:
-        """Whether there is credit for an attempt beside the first; takes it."""
-        if self._credit < 1:
-            return False
+    @property
+    def solvent(self) -> bool:
+        """There is credit for an attempt beside the first."""
+        return self._credit >= 1
+
+    def spend(self) -> None:
+        """Such an attempt is made."""
+        if not self.solvent:
+            raise AssertionError("an attempt was made for which there is no credit")
         self._credit -= 1
+
+    def afford(self) -> bool:
+        """Whether there is credit for it; takes it."""
+        if not self.solvent:
+            return False
+        self.spend()
         return True
 
+    # Questions, which take nothing: whoever makes the attempt spends. So they can be asked before a backend is looked for: a
+    # pick that comes to nothing would be somebody's turn all the same.
+
     def again(self, failure: UpstreamFailed | EngineRefused, method: bytes, attempts: int, *, body_kept: bool) -> bool:
-        """Whether to try once more after `attempts` attempts; takes from the budget. `body_kept`: it can be sent again."""
+        """Whether to try once more after `attempts` attempts. `body_kept`: it can be sent again."""
         stale = failure.code == "stale_connection" and (method in SAFE or self.settings.replay_stale)
         if not (failure.unsent or stale) or not body_kept:
             return False
@@ -67,7 +81,7 @@ class Retries:
         return self._may_spend(attempts, self.settings.attempts)
 
     def _may_spend(self, attempts: int, most: int) -> bool:
-        return attempts < most and self.afford()
+        return attempts < most and self.solvent
 
     def another(self, attempts: int) -> bool:
         """The same where trying again can harm nobody, whatever failed: a prompt may be prefilled twice."""

@@ -58,6 +58,7 @@ def engine_refused(call: Call, refused: EngineRefused, draining: bool) -> bool:
         date=http_date(),
         length=len(refused.body),
         connection=connection_field(head, keep_alive),
+        receipt=receipt(call),
     )
     call.write(octets + refused.body)
     exchange.end(Outcome.UPSTREAM_STATUS, time.monotonic())
@@ -103,6 +104,16 @@ def cut(call: Call, ended: Ended) -> None:
         client.cut(reset=stalled or relay.framing is Framing.CLOSE)
     else:
         client.cut(reset=stalled)
+
+
+def receipt(call: Call) -> bytes:
+    """Lines for the head of a backend's answer: how the client was served."""
+    if not call.policy.receipt:
+        return call.receipt
+    exchange = call.exchange
+    assert exchange.backend is not None and exchange.selected is not None
+    queued = 0.0 if exchange.queued is None else exchange.selected - exchange.queued
+    return call.receipt + headers.receipt(exchange.backend, exchange.attempts, queued)
 
 
 def connection_field(head: RequestHead | None, keep_alive: bool) -> bytes | None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from gateway.core import headers
 from gateway.core.admission import Admission
-from gateway.core.backend import Backend, Lease
+from gateway.core.backend import Backend
 from gateway.core.caution import BUSY
 from gateway.core.dialects import Dialect
 from gateway.core.exchange import Observer
@@ -128,18 +128,13 @@ class Attempts:
         """Whether there is another attempt; its lease is then the call's, or None if that is to be waited for. `tried`: None
         where it is to be the same backend."""
         attempts = call.exchange.attempts - call.repeated
-        if tried is None:
-            again = self.retries.again(failure, head.method, attempts, body_kept=upload.kept)
-            call.repeated += again
-            return again
-        following = self._following(call, tried)
-        if following is None and not self.fleet.held_up(call, tried):
-            return False  # what went wrong says more than that there is nobody else
         if not self.retries.again(failure, head.method, attempts, body_kept=upload.kept):
-            if following is not None:
-                following.release()
             return False
-        self._move(call, following)
+        if tried is None:
+            call.repeated += 1
+        elif not self._moves(call, tried):
+            return False  # what went wrong says more than that there is nobody else
+        self.retries.spend()
         return True
 
     def _is_turned_away(self, call: Call, response: ResponseHead, upload: Upload, tried: list[Backend]) -> bool:
@@ -147,18 +142,13 @@ class Attempts:
         that is to be waited for."""
         assert call.lease is not None
         backend, now = call.lease.backend, time.monotonic()
-        seconds = self.rest(backend, response)
-        if call.hedged or not upload.kept or response.status not in self.retries.settings.statuses:
+        seconds, attempts = self.rest(backend, response), call.exchange.attempts - call.repeated
+        if call.hedged or not self.retries.turned_away(response.status, seconds, attempts, body_kept=upload.kept):
             return False
-        following, attempts = self._following(call, tried), call.exchange.attempts - call.repeated
-        if following is None and not self.fleet.held_up(call, tried):
+        if not self._moves(call, tried):
             return False
-        if not self.retries.turned_away(response.status, seconds, attempts, body_kept=upload.kept):
-            if following is not None:
-                following.release()
-            return False
+        self.retries.spend()
         backend.answered(response.status, now)
-        self._move(call, following)
         return True
 
     @staticmethod
@@ -170,17 +160,18 @@ class Attempts:
             backend.caution.busy(BUSY if seconds is None else seconds, time.monotonic())
         return seconds
 
-    def _following(self, call: Call, tried: list[Backend]) -> Lease | None:
-        """A lease on a backend that has not been tried."""
+    def _moves(self, call: Call, tried: list[Backend]) -> bool:
+        """The call's lease is one on a backend that has not been tried, or None where it may wait for such a one. False: there
+        is none, and its lease is what it was."""
         assert call.lease is not None
         tried.append(call.lease.backend)
-        return self.fleet.pick(call, tried)
-
-    def _move(self, call: Call, following: Lease | None) -> None:
-        assert call.lease is not None
+        following = self.fleet.pick(call, tried)
+        if following is None and not self.fleet.held_up(call, tried):
+            return False
         call.lease.release()
         call.lease = following
         self.admission.wake()
+        return True
 
     async def attempt(
         self, call: Call, leg: Leg, head: RequestHead, route: Route, upload: Upload, *, fresh: bool = False, hold: bool = False

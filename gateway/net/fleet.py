@@ -105,8 +105,7 @@ class Fleet:
     def held_up(self, call: Call, tried: Sequence[Backend]) -> bool:
         """Whether somebody could serve its second try who is only full."""
         assert call.way is not None
-        others = call.way.backends.others(tried, time.monotonic())
-        return bool(others) and all(b.full for b in others)
+        return call.way.backends.held_up(tried, time.monotonic())
 
     def _lease(self, call: Call, pool: Pool, tried: Sequence[Backend]) -> Lease | None:
         stream = call.exchange.stream is True

@@ -240,7 +240,7 @@ class Gateway:
             date=http_date(),
             framing=framing,
             connection=answers.connection_field(head, keep_alive),
-            receipt=call.receipt + _receipt(exchange) if call.policy.receipt else call.receipt,
+            receipt=answers.receipt(call),
         )
         client.source = relay
         pending = connection.pending
@@ -435,9 +435,3 @@ class Gateway:
 
     async def stop(self) -> None:
         await self._tasks.stop()
-
-
-def _receipt(exchange: Exchange) -> bytes:
-    assert exchange.backend is not None and exchange.selected is not None
-    queued = 0.0 if exchange.queued is None else exchange.selected - exchange.queued
-    return headers.receipt(exchange.backend, exchange.attempts, queued)

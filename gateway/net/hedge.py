@@ -78,15 +78,16 @@ def _second(attempts: Attempts, call: Call, tried: Sequence[Backend]) -> Leg | N
     """A leg on another backend, if it may be had."""
     assert call.lease is not None
     leg = beside(call.exchange)
-    if attempts.admission.waiting:  # its place is theirs
+    if attempts.admission.waiting or not attempts.retries.solvent:  # its place is theirs
         return None
     leg.lease = attempts.fleet.pick(call, [*tried, call.lease.backend], leg)
     if leg.lease is None:
         return None
     backend = leg.lease.backend
-    if (backend.engine is not None and backend.engine.waiting > 0) or not attempts.retries.afford():
+    if backend.engine is not None and backend.engine.waiting > 0:
         leg.end()
         return None
+    attempts.retries.spend()
     call.exchange.attempts += 1
     leg.exchange.backend = backend.name
     call.others, call.hedged = (leg,), True

@@ -18,6 +18,8 @@ from gateway.net import body
 from gateway.net.call import Call, Upload
 from gateway.net.fleet import Fleet
 
+LOOK = 0.5  # seconds
+
 
 class _Others:
     """Where a second try's line leads to: whoever has not been tried (`core.admission.Room`)."""
@@ -25,8 +27,7 @@ class _Others:
     def __init__(self, fleet: Fleet, call: Call, tried: Sequence[Backend]):
         self._fleet, self._call, self._tried = fleet, call, tried
 
-    @property
-    def has_room(self) -> bool:
+    def has_room(self, clock: Callable[[], float]) -> bool:
         """Or nobody can be reached: then waiting is in vain."""
         return not self._fleet.held_up(self._call, self._tried)
 
@@ -34,6 +35,7 @@ class _Others:
 class Waiting:
     def __init__(self, fleet: Fleet, admission: Admission):
         self._fleet, self._admission = fleet, admission
+        self._timer: asyncio.TimerHandle | None = None  # while somebody waits
 
     async def body(self, call: Call, head: RequestHead, route: Route, needed: bool) -> Upload:
         """A body that is still coming (`net.body.read`), unless that would be in vain. Raises Refusal."""
@@ -73,7 +75,7 @@ class Waiting:
         while way is not None:
             await self.stand(call, head, way, way.rank, pick, waited)
             before, way = way, call.way
-            if call.lease is not None or way is before or way is None or way.backends.has_room:
+            if call.lease is not None or way is before or way is None or way.backends.has_room(time.monotonic):
                 return
             self._give_up_slot(call)
             assert call.exchange.queued is not None
@@ -136,11 +138,23 @@ class Waiting:
                 turn.set_result(None)
 
         ticket = admission.ticket(line, granted, _rank(call, head, rank), left)
+        self._look_again()
         try:
             message = f"no slot came free within {seconds:g} s (timeouts.queue)"
             await body.timed(call, turn, left, "queue_timeout", message, retry_after=1)
         finally:
             admission.leave(ticket)
+
+    def _look_again(self) -> None:
+        """Places come with time, too: a breaker half opens, a backend has rested."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        self._admission.wake()
+        if self._admission.waiting:
+            self._look_again()
 
 
 def _rank(call: Call, head: RequestHead, rank: int | None) -> int:

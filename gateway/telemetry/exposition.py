@@ -239,6 +239,10 @@ class Exposition:
         yield from _gauge(page, "backend_in_flight", "Exchanges it is counted for: its leases.", in_flight)
         connections = ((backend, each.connections) for backend, each in samples)
         yield from _gauge(page, "upstream_connections", "Open connections to it, idle ones included.", connections)
+        name = PREFIX + "panic_picks"
+        yield page.family(name, "counter", "Attempts given to it while probes found nobody well (health.panic).")
+        for backend, each in samples:
+            yield sample(f"{name}_total", backend, each.panics)
 
     def _of_backend_tallies(self, page: Page) -> Iterator[str]:
         tallies = []

@@ -44,6 +44,7 @@ class BackendSample(NamedTuple):
     state: str
     in_flight: int
     connections: int
+    panics: int = 0
 
 
 class Sources(NamedTuple):

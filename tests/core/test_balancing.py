@@ -77,6 +77,23 @@ def test_weights(balance: str) -> None:
     assert all(abs(held - share) <= margin for held, share in zip(found, [100, 200, 500], strict=True)), found
 
 
+@pytest.mark.parametrize("weights", [(3, 1), (1, 2, 5), (100, 1, 1), (0.5, 0.25)])
+@pytest.mark.parametrize("balance", POLICIES)
+def test_weights_of_idle_backends(balance: str, weights: tuple[float, ...]) -> None:
+    """Where nothing is in flight, nobody is less loaded, and shares go by weight all the same."""
+    fleet = backends(*weights)
+    counts = Counter(Picks(Pool(fleet, balance)).short(2000))
+    for backend in fleet:
+        assert abs(counts[backend.name] / 2000 - backend.weight / sum(weights)) < 0.05, counts
+
+
+def test_least_loaded_of_a_large_uneven_fleet() -> None:
+    """Each is looked at as often as any other, wherever the heavy ones stand."""
+    fleet = backends(*[3, 1, 1, 1] * 6)
+    counts = Counter(Picks(Pool(fleet, "least_loaded")).short(3600))
+    assert all(counts[b.name] == 100 * b.weight for b in fleet), counts
+
+
 def test_round_robin_by_weight_is_evenly_spread() -> None:
     """nginx's order for weights 5, 1, 1: the heavy one is never picked seven times on end."""
     pool = Pool(backends(5, 1, 1), "round_robin")

@@ -45,6 +45,17 @@ def down(backend: Backend) -> None:
     backend.probed(False, HealthSettings(fail=1))
 
 
+def doubt(backend: Backend, why: str) -> None:
+    if why == "busy":
+        backend.caution.busy(5, NOW)
+    elif why == "silent":
+        backend.lease(0, NOW - 100, stream=True)
+    else:
+        backend.probed(False, HealthSettings())
+    reason = backend.caution.reason(NOW)
+    assert reason is not None and reason.value == why
+
+
 LISTS = st.lists(st.one_of(st.none(), st.lists(st.sampled_from("abcd"), max_size=3).map(tuple)), max_size=5)
 
 
@@ -138,6 +149,22 @@ def test_who_cannot_be_reached_has_no_share() -> None:
     assert {tuple(order(made, n / 100)) for n in range(100)} == {("c", "d", "a", "b"), ("c", "d", "b", "a")}
     for backend in made.whole.backends:
         down(backend)
+    assert Counter(order(made, n / 100)[0] for n in range(100)) == {"a": 75, "b": 25}
+
+
+@pytest.mark.parametrize("why", ["busy", "silent", "unproven"])
+def test_who_is_passed_over_has_no_share(why: str) -> None:
+    """As long as another target leads to somebody; and one that warms up has its share."""
+    made = models(EACH, ROUTES)
+    doubt(made.whole.backends[0], why)
+    assert {tuple(order(made, n / 100)) for n in range(100)} == {("b", "c", "d", "a")}
+    down(made.whole.backends[3])
+    assert order(made, 0.0) == ["b", "c", "a", "d"]
+    for backend in made.whole.backends[1:3]:
+        doubt(backend, why)
+    assert Counter(order(made, n / 100)[0] for n in range(100)) == {"a": 75, "b": 25}
+    made = models(EACH, ROUTES)
+    made.whole.backends[0].caution.returned(NOW)
     assert Counter(order(made, n / 100)[0] for n in range(100)) == {"a": 75, "b": 25}
 
 

@@ -23,7 +23,7 @@ def made(name: str, kind: str) -> Backend:
     if "down" in kind:
         backend.probed(False, HEALTH)
     if "full" in kind:
-        backend.lease()
+        backend.lease(now=NOW)
     if "open" in kind:
         backend.breaker.failed(NOW)
     return backend
@@ -35,13 +35,16 @@ PAIRS = list(itertools.product(KINDS, repeat=2))
 
 @pytest.mark.parametrize("kinds", PAIRS, ids=lambda kinds: " + ".join(kinds))
 def test_pick_table(kinds: tuple[str, str]) -> None:
-    """A well one with room first; an ejected one rather than none; never a full one, never one that is down."""
+    """A well one with room first; one that is full is waited for; an ejected one rather than none; never a full one, never one
+    that is down."""
     pool = Pool([made(f"b{i}", kind) for i, kind in enumerate(kinds)])
     lease = pool.pick(NOW)
     usable = [k for k in kinds if "down" not in k and "full" not in k]
+    if "full" in kinds:
+        usable = [k for k in usable if k == "well"]
     if not usable or lease is None:
         assert lease is None
-        assert not (pool.has_room and pool.routable)
+        assert not (pool.has_room(lambda: NOW) and pool.routable)
         return
     chosen = kinds[int(lease.backend.name[1])]
     assert chosen == ("well" if "well" in usable else "open")
@@ -51,7 +54,7 @@ def test_pick_table(kinds: tuple[str, str]) -> None:
 def test_what_has_room_can_be_picked(kinds: tuple[str, str]) -> None:
     """The queue lets in whom the pool has room for: the pool then has a backend, or says that none is reachable."""
     pool = Pool([made(f"b{i}", kind) for i, kind in enumerate(kinds)])
-    if pool.has_room and pool.routable:
+    if pool.has_room(lambda: NOW) and pool.routable:
         assert pool.pick(NOW) is not None
 
 
@@ -64,6 +67,59 @@ def test_why_nobody(kinds: tuple[str, str]) -> None:
         assert refusal.code == ("overloaded" if pool.routable else "no_backend")
         assert refusal.ruling.status == 503
         assert refusal.retry_after
+
+
+DOUBTS = ["busy", "silent", "unproven", "ejected"]
+
+
+def in_doubt(kind: str, limit: int | None = 9) -> Backend:
+    backend = Backend("doubtful", "http://doubtful", max_in_flight=limit, breaker=BreakerSettings(failures=1, open=10.0))
+    if kind == "busy":
+        backend.caution.busy(5, NOW)
+    elif kind == "silent":
+        backend.lease(0, NOW - 100, stream=True)
+    elif kind == "unproven":
+        backend.probed(False, HealthSettings())
+    elif kind == "ejected":
+        backend.failed(NOW)
+    elif kind == "warming":
+        backend.caution.returned(NOW)
+    return backend
+
+
+@pytest.mark.parametrize("tries", [0, 1])
+@pytest.mark.parametrize("limit", [None, 9])
+@pytest.mark.parametrize("kind", DOUBTS)
+def test_a_doubtful_one_is_no_better_than_waiting(kind: str, limit: int | None, tries: int) -> None:
+    """Where a fit one is only full, nobody is sent to one that is ejected, rests, is silent or not proven, nor tries again
+    there; where the fit one has gone, they are; and when the doubt is over, there is room."""
+    doubtful, full = in_doubt(kind, limit), made("full", "full")
+    pool = Pool([doubtful, full, made("tried", "well")][: 2 + tries])
+    tried = pool.backends[2:]
+    assert pool.pick(NOW, tried) is None
+    assert pool.held_up(tried, NOW)
+    if not tries:
+        assert not pool.has_room(lambda: NOW)
+        full.probed(False, HEALTH)
+        assert pool.has_room(lambda: NOW)
+        assert pool.pick(NOW).backend is doubtful  # type: ignore[union-attr]
+
+
+def test_room_comes_with_time() -> None:
+    """A breaker half opens, a rest is over."""
+    for kind, seconds in (("ejected", 10), ("busy", 5)):
+        pool = Pool([in_doubt(kind), made("full", "full")])
+        assert not pool.has_room(lambda: NOW + seconds - 0.1)  # noqa: B023
+        assert pool.has_room(lambda: NOW + seconds)  # noqa: B023
+        assert pool.pick(NOW + seconds)
+
+
+def test_one_that_is_warming_is_not_waited_with() -> None:
+    """Its share is spent, the others are full: it is asked all the same."""
+    pool = Pool([in_doubt("warming"), made("full", "full"), in_doubt("silent")])
+    for _ in range(5):
+        assert pool.has_room(lambda: NOW)
+        assert pool.pick(NOW).backend is pool.backends[0]  # type: ignore[union-attr]
 
 
 def test_the_last_backend_is_never_ejected() -> None:
@@ -100,7 +156,7 @@ def test_asking_of_room_is_no_trial() -> None:
     pool = Pool([made("a", "open")])
     for _ in range(3):
         assert pool.routable
-        assert pool.has_room
+        assert pool.has_room(lambda: NOW)
     lease = pool.pick(NOW + 10)
     assert lease
     assert pool.backends[0].breaker.state is State.HALF_OPEN
@@ -117,7 +173,7 @@ def test_an_empty_pool() -> None:
     """Nothing to pick, and waiting would be in vain."""
     pool = Pool([])
     assert pool.pick(NOW) is None
-    assert pool.has_room
+    assert pool.has_room(lambda: NOW)
     assert pool.nobody().code == "no_backend"
 
 
@@ -148,7 +204,7 @@ def test_random_operations(balance: str, seed: int) -> None:
         step = chance.random()
         if step < 0.45:
             fit = [b for b in pool.backends if b.routable and not b.full]
-            promised = pool.has_room and pool.routable
+            promised = pool.has_room(functools.partial(float, now)) and pool.routable
             lease = pool.pick(now, key=chance.choice([None, chance.random()]), chance=chance.random())
             assert bool(lease) == promised, f"fit: {fit}"
             if lease:
@@ -193,7 +249,7 @@ def test_a_last_resort_is_for_when_nobody_is_in_service(kinds: tuple[str, str]) 
     assert [b.name for b in pool.asked] == [f"b{i}" for i, k in enumerate(kinds) if k in asked]
     assert pool.routable is ("well" in kinds)
     free = [k for k in asked if "full" not in k]
-    assert pool.has_room is (bool(free) or not asked)
+    assert pool.has_room(lambda: NOW) is (bool(free) or not asked)
     lease = pool.pick(NOW)
     assert (lease is not None) is bool(free)
     if lease is None:

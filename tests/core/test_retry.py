@@ -47,7 +47,7 @@ def test_budget() -> None:
     retries, second = Retries(RetrySettings(budget=0.2)), 0
     for _ in range(1000):
         retries.request()
-        second += retries.again(failed("upstream_connect"), b"POST", 1, body_kept=True)
+        second += retries.again(failed("upstream_connect"), b"POST", 1, body_kept=True) and retries.afford()
     assert 200 <= second <= 200 + RESERVE
 
 
@@ -58,15 +58,21 @@ def test_budget_is_not_saved_up_without_end() -> None:
         retries.request()
     second = 0
     while retries.again(failed("upstream_connect"), b"POST", 1, body_kept=True):
+        retries.spend()
         second += 1
     assert second == RESERVE
+    with pytest.raises(AssertionError):
+        retries.spend()
 
 
-def test_a_refused_second_attempt_takes_nothing() -> None:
-    """Only what is granted is paid for."""
+def test_questions_take_nothing() -> None:
+    """Only what is done is paid for."""
     retries = Retries(RetrySettings(budget=0.0))
     for _ in range(100):
         assert not retries.again(failed("upstream_reset"), b"POST", 1, body_kept=True)
         assert not retries.again(failed("upstream_connect"), b"POST", 1, body_kept=False)
-    granted = sum(retries.again(failed("upstream_connect"), b"POST", 1, body_kept=True) for _ in range(100))
-    assert granted == RESERVE
+        assert retries.again(failed("upstream_connect"), b"POST", 1, body_kept=True)
+        assert retries.turned_away(429, None, 1, body_kept=True)
+        assert retries.another(1)
+    assert sum(retries.afford() for _ in range(100)) == RESERVE
+    assert not retries.again(failed("upstream_connect"), b"POST", 1, body_kept=True)

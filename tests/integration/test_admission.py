@@ -8,11 +8,13 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import pytest
+
 from tests.support import script as s
 from tests.support.client import RawClient
 from tests.support.gateway import Gateway
-from tests.support.messages import Message
-from tests.support.upstream import RawUpstream
+from tests.support.messages import HttpWire, Message
+from tests.support.upstream import RawUpstream, running
 
 Start = Callable[..., Awaitable[Gateway]]
 SLOW = {"interval": 60}
@@ -250,3 +252,56 @@ async def test_a_reload_changes_limits(start_gateway: Start) -> None:
         doors.open(*crowd.answers)
         assert [await crowd.status(name) for name in crowd.answers] == [200] * 4
         await gateway.idle()
+
+
+@pytest.mark.parametrize("doubt", ["ejected", "busy", "silent"])
+async def test_who_is_only_full_is_waited_for(start_gateway: Start, doubt: str) -> None:
+    """One is ejected, rests or is silent, and has room without end; the other one is well, and has room for one. All that come
+    together wait for that one, and are served."""
+
+    async def well(wire: HttpWire, request: Message) -> None:
+        await asyncio.sleep(0.01)
+        await s.reply()(wire, request)
+
+    scripts = {"ejected": s.vanish, "busy": s.reply(429, b"{}", [("retry-after", "30")]), "silent": s.Held()}
+    async with running(scripts[doubt]) as ill, running(well) as one:
+        config = {
+            "health": {**SLOW, "silence": 0.2},
+            "balance": "round_robin",
+            "breaker": {"failures": 2, "open": 60},
+            "backends": [{"url": ill.url}, {"url": one.url, "max_in_flight": 1}],
+        }
+        gateway = await start_gateway(config=config)
+        hanging = [await gateway.connect() for _ in range(2 if doubt == "silent" else 0)]
+        for client in hanging:
+            await client.send(s.post())
+        for _ in range(0 if hanging else 4):
+            await gateway.ask()
+
+        async def state() -> str:
+            found = (await gateway.admin(s.get("/-/backends"))).json()
+            return str(found[0]["state"])
+
+        async with asyncio.timeout(10):
+            while await state() != doubt:
+                await asyncio.sleep(0.02)
+        before = len(ill.requests)
+        answers = await asyncio.gather(*(gateway.ask() for _ in range(20)))
+        assert [answer.status for answer in answers] == [200] * 20
+        assert len(ill.requests) == before
+        for client in hanging:
+            client.reset()
+
+
+async def test_room_that_comes_with_time(start_gateway: Start) -> None:
+    """Those who wait for a full one are served by another whose rest is over, though nothing ends meanwhile."""
+    held = s.Held(s.SSE_HEAD)
+    async with running(s.in_turn(s.reply(429, b"{}", [("retry-after", "1")]), s.reply())) as rests, running(held) as full:
+        backends = [{"url": rests.url, "weight": 100}, {"url": full.url, "max_in_flight": 1}]
+        gateway = await start_gateway(config={"health": SLOW, "balance": "round_robin", "backends": backends})
+        client = await gateway.connect()
+        await client.send(s.post())
+        await held.wire()  # turned away by the first one
+        assert (await gateway.ask()).status == 200
+        assert len(rests.requests) == 2
+        client.reset()

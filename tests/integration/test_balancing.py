@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_fleet import SLOW, fleet, served, states, urls
+from tests.integration.test_fleet import SLOW, fleet, reached, served, states, urls
 from tests.support import script as s
 from tests.support.gateway import Gateway, until
 from tests.support.upstream import RawUpstream
@@ -193,6 +193,22 @@ async def test_quick_refusals_draw_no_load(start_gateway: Start, status: int) ->
         assert [b["breaker"] for b in await states(gateway)] == ["closed", "closed"]
         for client in clients:
             client.reset()
+
+
+@pytest.mark.parametrize("weight", [1, 2])
+@pytest.mark.parametrize("how", ["503", "reset", "refused"])
+async def test_who_is_not_asked_has_had_no_turn(start_gateway: Start, how: str, weight: int) -> None:
+    """In turn, and one fails in a way after which nobody else may be asked: the others have their turns all the same."""
+    async with fleet(2) as backends:
+        listed = [{"url": backends[0].url}, {"url": backends[1].url, "weight": weight}]
+        config = {"balance": "round_robin", "health": SLOW, "breaker": {"failures": 100}, "backends": listed}
+        gateway = await start_gateway(config=config | ({"retry": {"attempts": 1}} if how == "refused" else {}))
+        await reached(gateway, 2, health="up")
+        backends[0].script = s.vanish if how == "reset" else s.reply(503, b"{}")
+        if how == "refused":
+            backends[0].close_listener()
+        statuses = Counter([(await gateway.ask()).status for _ in range(12)])
+        assert statuses == {503 if how == "503" else 502: 12 // (1 + weight), 200: 12 * weight // (1 + weight)}
 
 
 async def test_a_reload_changes_the_policy(start_gateway: Start) -> None:

@@ -204,5 +204,11 @@ async def test_receipts(start_gateway: Start) -> None:
             assert float(answer.get("x-gateway-queue-seconds") or "-1") == 0
             seen.add(answer.get("x-gateway-attempts"))
         assert seen <= {"1", "2"} and "2" in seen
+        for backend in backends:
+            backend.script = s.stream(error(500), s.DONE)
+        answer = await gateway.ask()  # a first event that becomes a status is a backend's answer as well
+        assert (answer.status, answer.get("x-gateway-attempts")) == (500, "2")
+        assert answer.get("x-gateway-backend") in {url.removeprefix("http://") for url in urls(backends)}
+        backends[1].script = s.stream(*OUTPUT)
         plain = await start_gateway(config=HELD, backends=urls(backends[1:]))
         assert not [name for name, _ in (await plain.ask()).fields if name.lower().startswith("x-gateway-")]

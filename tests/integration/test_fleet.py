@@ -307,6 +307,21 @@ async def test_a_trial_that_was_none_is_given_to_another(start_gateway: Start, m
         await reached(gateway, 2, breaker="closed")
 
 
+async def test_what_probes_leave_open_is_closed(start_gateway: Start) -> None:
+    """A connection that an ill backend's probe has left for others goes with the backend, and with the gateway."""
+    async with fleet(3) as backends:
+        for backend in backends[:2]:
+            backend.probes["/health"] = probe_status(503)
+        gateway = await start_gateway(config={"health": FAST, "pool": {"idle": 60}}, backends=urls(backends))
+        await reached(gateway, 2, health="down")
+        assert gateway.config_path
+        config = json.loads(gateway.config_path.read_text())
+        gateway.config_path.write_text(json.dumps({**config, "backends": config["backends"][1:]}))
+        assert (await gateway.admin(s.get("/-/reload", method="POST"))).status == 200
+        await until(lambda: not backends[0].open_connections, "no connection to the one that is gone")
+        gateway.stop()
+
+
 async def test_all_down(start_gateway: Start) -> None:
     """503 no_backend with Retry-After, on every path; /health and readyz say so; and it all comes back."""
     async with fleet(2) as backends:

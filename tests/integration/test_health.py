@@ -202,6 +202,8 @@ async def test_panic(start_gateway: Start, probe: s.Script) -> None:
         await until(lambda: gateway.stderr().count("asked where no other can be (health.panic)") >= 2, "both are last resorts")
         assert [(await gateway.ask()).status for _ in range(6)] == [200] * 6
         assert [len(backend.requests) for backend in backends] == [3, 3, 0]
+        names = [url.removeprefix("http://") for url in urls(backends)]
+        assert [await gateway.metric("tokenpipe_panic_picks_total", backend=name) for name in names] == [3, 3, 0]
         assert (await gateway.ask(s.get("/v1/models"))).status == 200
         assert (await gateway.admin(s.get("/readyz"))).status == 503
         assert (await gateway.ask(s.get("/health"))).status == 503
@@ -209,6 +211,7 @@ async def test_panic(start_gateway: Start, probe: s.Script) -> None:
         await reached(gateway, 1, state="up")
         assert [(await gateway.ask()).status for _ in range(4)] == [200] * 4
         assert [len(backend.requests) for backend in backends] == [3, 7, 0]
+        assert await gateway.metric("tokenpipe_panic_picks_total") == 6
         for backend in backends[:2]:
             backend.close_listener()
         await reached(gateway, 3, state="down")

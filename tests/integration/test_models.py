@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import pytest
+
 from tests.integration.test_websocket import UPGRADE, agree
 from tests.support import script as s
 from tests.support.gateway import Gateway, until
@@ -331,6 +333,20 @@ async def test_a_fallback_after_an_attempt_that_failed(start_gateway: Start) -> 
         assert entry["attempts"] == 2
 
 
+@pytest.mark.parametrize("fallback", [False, True])
+async def test_a_target_whose_backends_rest(start_gateway: Start, fallback: bool) -> None:
+    """One that is full by its own word is left alone for as long, and clients are not told of it, however many they are: what
+    second tries may cost is not spent on it."""
+    async with serving(("a",), ("b",)) as (one, two):
+        targets = {"model": "a"}, {"model": "b", **({"fallback": True} if fallback else {})}
+        gateway = await start_gateway(config=with_alias(*targets), backends=[one.url, two.url])
+        one.script = s.reply(429, b"{}", [("retry-after", "30")])
+        client = await gateway.connect()
+        assert {(await client.ask(chat("gpt-4"))).status for _ in range(150)} == {200}
+        client.fin()
+        assert (len(one.requests), len(two.requests)) == (1, 150)
+
+
 async def test_nobody_at_all(start_gateway: Start) -> None:
     """All targets down: 503 by the name that the client knows."""
     async with serving(("a", "b"), ("c",)) as (one, two):
@@ -401,7 +417,7 @@ async def test_a_second_name_that_comes_late(start_gateway: Start) -> None:
         body = b'{"model": "a", ' + PADDING[1:] + b', "model": "b"}'
         answer = await gateway.ask(s.post(body))
         assert "twice" in refused(answer, 400, "bad_request")
-        assert not one.requests
+        assert not any(request.complete for request in one.requests)
         assert not two.requests
         await gateway.idle()
 

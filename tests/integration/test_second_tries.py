@@ -59,13 +59,13 @@ async def test_it_waits_for_room_and_is_served(start_gateway: Start, how: str, m
         config["backends"].append({"url": other.url})
         gateway = await start_gateway(config=config)
         crowd = Crowd(gateway)
-        ill.script = refuse(429, "30")
+        ill.script = refuse(429, "0")
         await crowd.send("first")  # turned away by the one, so it is at the other
         await doors.until("first")
         if how == "refused":
             gone(ill)
         before = await gateway.metric("tokenpipe_retries_total")
-        # the one rests, by its own word; but where all others are full it is asked all the same
+        # the one asks for no rest, and has room: the others ask it first
         await crowd.send("second", queued=1)
         await crowd.send("third", "n")
         others.open("third")
@@ -87,7 +87,7 @@ async def test_in_vain(start_gateway: Start, how: str) -> None:
     async with engine("m") as (ill, _), engine("m") as (one, doors):
         gateway = await start_gateway(config=listed(ill, one, timeouts={"queue": 0.3}))
         crowd = Crowd(gateway)
-        ill.script = refuse(429, "30")
+        ill.script = refuse(429, "0")
         await crowd.send("first")
         await doors.until("first")
         if how == "refused":
@@ -112,7 +112,7 @@ async def test_by_class(start_gateway: Start) -> None:
     async with engine("m") as (ill, _), engine("m") as (one, doors):
         gateway = await start_gateway(config=listed(ill, one, limits={"priority": {"header": "x-class"}}))
         crowd = Crowd(gateway)
-        ill.script = refuse(429, "30")
+        ill.script = refuse(429, "0")
         await crowd.send("first")
         await doors.until("first")
         await crowd.send("late", "m", ("x-class", "low"), queued=1)
@@ -128,7 +128,7 @@ async def test_a_client_that_leaves(start_gateway: Start) -> None:
     async with engine("m") as (ill, _), engine("m") as (one, doors):
         gateway = await start_gateway(config=listed(ill, one))
         crowd = Crowd(gateway)
-        ill.script = refuse(429, "30")
+        ill.script = refuse(429, "0")
         await crowd.send("first")
         await doors.until("first")
         leaves = await gateway.connect()
@@ -153,7 +153,7 @@ async def test_an_alias_waits_for_who_serves_it(start_gateway: Start) -> None:
         config["models"] = {"x": {"route_to": [{"model": "m"}, {"model": "n", "fallback": True}]}}
         gateway = await start_gateway(config=config)
         crowd = Crowd(gateway)
-        ill.script = refuse(429, "30")
+        ill.script = refuse(429, "0")
         await crowd.send("first")
         await doors.until("first")
         await crowd.send("second", "x")

@@ -72,6 +72,7 @@ PROMISED = {
     "overhead_seconds": {"stage"},
     "tpot_skipped_total": {"reason"},
     "backend_in_flight": {"backend"},
+    "panic_picks_total": {"backend"},
 }
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -27,6 +27,7 @@ from gateway.core.members import Member, Place
 
 PATIENCE = 5.0  # seconds for one look-up, with all its tries
 MEMBERS_MOST = 1000  # addresses of one name
+RARELY = 0.01  # the weight of a record of weight 0 among others: "a very small chance of being selected" (RFC 2782)
 
 
 class DnsSettings(NamedTuple):
@@ -137,6 +138,7 @@ def members_of_targets(targets: Iterable[Target], common: Common, before: Mappin
     """Called TARGET:PORT, with @ADDRESS behind it where a target has several. `before`: names that were given; whoever has one
     keeps it, so that an address which its target has still is the same backend, whatever joins it or goes."""
     targets = sorted(targets)
+    weighted = any(target.weight for target in targets)
     share = math.gcd(*(target.weight for target in targets)) or 1
     members = []
     for target in targets:
@@ -144,14 +146,14 @@ def members_of_targets(targets: Iterable[Target], common: Common, before: Mappin
         url = f"{common.scheme}://{shown}"
         kept = {address: before.get(Place(url, address)) for address in target.addresses}
         alone = len(target.addresses) == 1
-        weight = max(target.weight // share, 1)
+        weight = target.weight // share or (RARELY if weighted else 1)
         for address in target.addresses:
             name = kept[address] or (shown if alone else f"{shown}@{address}")
             members.append(_member(name, url, address, weight, common))
     return members
 
 
-def _member(name: str, url: str, address: str, weight: int, common: Common) -> Member:
+def _member(name: str, url: str, address: str, weight: float, common: Common) -> Member:
     return Member(
         name,
         Place(url, address),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import glob
 import os
+import stat
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
@@ -95,5 +96,7 @@ def _stamp(pattern: str) -> Stamp:
             about = os.stat(path)
         except OSError as error:
             raise SourceFailed(f"{path} cannot be read ({error.strerror}); expected a list of backends in it") from None
+        if not stat.S_ISREG(about.st_mode):  # a pipe would keep whoever opens it waiting, and with it the gateway's end
+            raise SourceFailed(f"{path} is no regular file; expected one, with a list of backends in it")
         stamp.append((path, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns))
     return tuple(stamp)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from gateway.core.backend import Backend
 
@@ -43,3 +43,26 @@ class InTurn(Policy):
 
     def after(self, number: int) -> None:
         self._next = number % len(self.backends)
+
+
+class Shares:
+    """Turns by weight, evenly spread: nginx's smooth weighted round robin."""
+
+    __slots__ = ("_credits", "_weights", "even")
+
+    def __init__(self, backends: Sequence[Backend]):
+        self._weights = [backend.weight for backend in backends]
+        self._credits = [0.0] * len(backends)
+        self.even = len(set(self._weights)) <= 1
+
+    def next(self, places: Iterable[int]) -> int | None:
+        """Whose turn it is among these. Each gains its weight, and the one with most pays for all."""
+        total, chosen = 0.0, None
+        for place in places:
+            self._credits[place] += self._weights[place]
+            total += self._weights[place]
+            if chosen is None or self._credits[place] > self._credits[chosen]:
+                chosen = place
+        if chosen is not None:
+            self._credits[chosen] -= total
+        return chosen

@@ -2,7 +2,7 @@
 
 Where dozens of gateways share backends, and each sees the others' requests only at the next scrape, chance keeps them from
 all choosing the same one meanwhile. Of equals the one is taken that has waited longer, so that shares are even also where
-nothing is in flight.
+nothing is in flight; where their weights differ, the one that was drawn first.
 """
 
 from __future__ import annotations
@@ -56,4 +56,6 @@ def _two(backends: Sequence[Backend], sums: list[float], chance: float) -> tuple
 
 def _better(one: Backend, other: Backend, now: float) -> Backend:
     ours, others = one.load(now) / one.weight, other.load(now) / other.weight
-    return one if ours < others or (ours == others and one.picked <= other.picked) else other
+    if ours == others:
+        return one if one.weight != other.weight or one.picked <= other.picked else other
+    return one if ours < others else other

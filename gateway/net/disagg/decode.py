@@ -90,13 +90,12 @@ async def _reach(means: Means, call: Call, paired: Paired, tried: list[Backend])
             means.blame(call.exchange, backend, failure)
             tried.append(backend)
             failed = LegFailed("decode", backend, of_leg("decode", failure))
-        before, connections = call.lease, call.connections
-        if not paired.settings.connector.reusable or means.fleet.pick_of("decode", call, call, tried) is None:
+        before = call.lease
+        if not paired.settings.connector.reusable or not means.retries.another(call.exchange.attempts):
             raise failed
-        if not means.retries.another(call.exchange.attempts):
-            call.lease.release()
-            call.lease, call.connections = before, connections
+        if means.fleet.pick_of("decode", call, call, tried) is None:
             raise failed
+        means.retries.spend()
         before.release()
         call.exchange.attempts += 1
         means.observer.retried(call.exchange, failed.word)

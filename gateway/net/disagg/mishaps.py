@@ -27,7 +27,7 @@ def another(means: Means, call: Call, failed: LegFailed, tried: dict[str, list[B
     if not failed.again:
         return False
     if isinstance(failed.cause, HandoffMissing) and failed.cause.early:  # not its fault: it is asked once more, capped
-        return means.retries.another(call.exchange.attempts)
+        return means.retries.another(call.exchange.attempts) and means.retries.afford()
     tried[failed.side].append(failed.backend)
     if failed.side != "decode" and not _others(means.fleet.of(failed.side, call), tried[failed.side]):
         return False
@@ -36,7 +36,8 @@ def another(means: Means, call: Call, failed: LegFailed, tried: dict[str, list[B
     if failed.side == "decode" and (unreached or full) and not _others(means.fleet.of("decode", call), tried["decode"]):
         return False
     # a kept connection that proved stale says nothing of the engine: no attempt of the operator's
-    return means.retries.another(call.exchange.attempts - (failed.word == "stale_connection"))
+    attempts = call.exchange.attempts - (failed.word == "stale_connection")
+    return means.retries.another(attempts) and means.retries.afford()
 
 
 async def last(means: Means, call: Call, paired: Paired, failed: LegFailed) -> ResponseHead:

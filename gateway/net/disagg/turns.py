@@ -26,10 +26,9 @@ class _Room:
     def __init__(self, fleet: Fleet, call: Call):
         self._fleet, self._name = fleet, fleet.model_of(call)
 
-    @property
-    def has_room(self) -> bool:
+    def has_room(self, clock: Callable[[], float]) -> bool:
         """Or nobody can be reached: then waiting is in vain."""
-        return all(self._fleet.of_model(role, self._name).has_room for role in ROLES)
+        return all(self._fleet.of_model(role, self._name).has_room(clock) for role in ROLES)
 
 
 class _Others:
@@ -38,14 +37,14 @@ class _Others:
     def __init__(self, fleet: Fleet, call: Call, tried: Mapping[str, Sequence[Backend]]):
         self._fleet, self._call, self._tried = fleet, call, tried
 
-    @property
-    def has_room(self) -> bool:
-        return not any(self._is_full(role) for role in ROLES)
+    def has_room(self, clock: Callable[[], float]) -> bool:
+        now = clock()
+        return not any(self._is_full(role, now) for role in ROLES)
 
-    def _is_full(self, role: str) -> bool:
-        pool, now = self._fleet.of(role, self._call), time.monotonic()
-        found = pool.others(self._tried[role], now) or (pool.others((), now) if role == "decode" else [])
-        return bool(found) and all(backend.full for backend in found)
+    def _is_full(self, role: str, now: float) -> bool:
+        pool, tried = self._fleet.of(role, self._call), self._tried[role]
+        again = role == "decode" and not pool.others(tried, now)
+        return pool.held_up(() if again else tried, now)
 
 
 class Turns:
@@ -58,7 +57,7 @@ class Turns:
         fleet = self._fleet
         name = fleet.model_of(call)
         line = self._lines.get(name)
-        if (line is None or not line.waiting) and all(fleet.of_model(role, name).has_room for role in ROLES):
+        if (line is None or not line.waiting) and all(fleet.of_model(role, name).has_room(time.monotonic) for role in ROLES):
             return False
         if line is None:
             self._lines = {known: other for known, other in self._lines.items() if other.waiting}
@@ -73,7 +72,7 @@ class Turns:
 
     def is_full(self, call: Call, tried: Mapping[str, Sequence[Backend]]) -> bool:
         """Whether a second try has to wait."""
-        return not _Others(self._fleet, call, tried).has_room
+        return not _Others(self._fleet, call, tried).has_room(time.monotonic)
 
     async def once_more(
         self, call: Call, head: RequestHead, tried: Mapping[str, Sequence[Backend]], take: Callable[[], None]

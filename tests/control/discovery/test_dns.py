@@ -86,8 +86,8 @@ async def test_srv(server: DnsServer, follow: Follow) -> None:
         assert found == {
             "a.test:8001": (Place("https://a.test:8001", "10.0.0.1"), 1, 4),
             "b.test:8002": (Place("https://b.test:8002", "fd00::2"), 2, 4),
-            "c.test:8003@10.0.0.3": (Place("https://c.test:8003", "10.0.0.3"), 1, 4),
-            "c.test:8003@10.0.0.4": (Place("https://c.test:8003", "10.0.0.4"), 1, 4),
+            "c.test:8003@10.0.0.3": (Place("https://c.test:8003", "10.0.0.3"), 0.01, 4),
+            "c.test:8003@10.0.0.4": (Place("https://c.test:8003", "10.0.0.4"), 0.01, 4),
         }
         server.records["a.test", "A"] = ["10.0.0.9"]
         server.records["_vllm._tcp.test", "SRV"] = ["1 20 8001 a.test."]
@@ -187,4 +187,6 @@ def test_weights_are_proportions() -> None:
     targets = [Target(f"h{i}", 1, weight, ("10.0.0.1",)) for i, weight in enumerate((33, 33, 66))]
     assert [m.weight for m in members_of_targets(targets, Common())] == [1, 1, 2]
     assert [m.weight for m in members_of_targets([Target("h", 1, 0, ("10.0.0.1",))], Common())] == [1]
+    targets = [Target(f"h{i}", 1, weight, ("10.0.0.1",)) for i, weight in enumerate((0, 10, 20))]
+    assert [m.weight for m in members_of_targets(targets, Common())] == [0.01, 1, 2]  # RFC 2782: a very small chance
     assert members_of_targets([], Common()) == []

@@ -153,6 +153,16 @@ async def test_gone_and_back(told: Follower, path: Path, caplog: pytest.LogCaptu
     assert len(told.snapshots) == 1 + 1  # put in force anew, as it was
 
 
+async def test_no_file_at_all(told: Follower, path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A pipe is not opened: whoever does would wait for ever, and so would the gateway's end."""
+    path.unlink()
+    os.mkfifo(path)
+    await until(lambda: "is no regular file" in caplog.text, "a word of it")
+    path.unlink()
+    write(path, listed("b"))
+    await told.say("b")
+
+
 async def test_not_there_yet(follow: Follow, tmp_path: Path) -> None:
     async with follow(tmp_path / "later.json") as told:
         assert told.names is None
