@@ -51,6 +51,7 @@ class Backend:
         "_pressure",
         "_probes",
         "_spared",
+        "_work",
         "asleep",
         "breaker",
         "caution",
@@ -97,6 +98,7 @@ class Backend:
         self.penalty = Penalty()
         self.engine: EngineLoad | None = None  # what it said of itself, while that is fresh
         self._beyond, self._pressure = 0.0, 1.0
+        self._work: float | None = 0.0  # its load but for the penalty; None: to be reckoned anew
         self.health = Health.UNKNOWN
         self.breaker = Breaker(breaker)
         self.caution = Caution(caution)
@@ -184,12 +186,15 @@ class Backend:
             beyond, before = engine.beyond(ours), self._beyond
             self._beyond = beyond if self.engine is None else before + FOLLOWED * (beyond - before)
             self._pressure = engine.pressure
-        self.engine = engine
+        self.engine, self._work = engine, None
 
     def load(self, now: float) -> float:
-        """In requests (`core.load`)."""
-        load = (self.in_flight + (self.tokens + HELD * self.held) / REQUEST + self._beyond) * self._pressure
-        return load + self.penalty.at(now) if self.penalty.value else load
+        """In requests (`core.load`). Asked of several for each exchange, and changed by it for one."""
+        work = self._work
+        if work is None:
+            requests = self.in_flight + (self.tokens + HELD * self.held) / REQUEST + self._beyond
+            work = self._work = requests * self._pressure
+        return work + self.penalty.at(now) if self.penalty.value else work
 
     def failed(self, now: float) -> None:
         """An exchange failed, by the backend's fault."""
@@ -215,6 +220,7 @@ class Backend:
         self.taken += 1
         self.in_flight += 1
         self.tokens += tokens
+        self._work = None
         caution = self.caution
         kind = caution.streams if stream else caution.wholes
         caution.sent(kind, now)
@@ -224,6 +230,7 @@ class Backend:
         """It has prefilled a prompt of about so many tokens, whose KV a decode engine is to fetch."""
         self.holds += 1
         self.held += tokens
+        self._work = None
         return Holding(self, tokens)
 
     @property
@@ -260,6 +267,7 @@ class Lease:
             backend.breaker.over(self._trial)
         self._tokens, self._trial, self._kind = 0, 0, None  # an answer that begins later is somebody else's
         backend.in_flight -= 1
+        backend._work = None
         if backend.in_flight < 0:
             raise AssertionError(f"{backend.name} has {backend.in_flight} exchanges in flight")
         if backend.emptied is not None and not backend.busy:
@@ -269,6 +277,7 @@ class Lease:
         """The answer has begun: whatever the prompt asked to be computed has been."""
         backend = self.backend
         backend.tokens -= self._tokens
+        backend._work = None
         self._tokens = 0
         if self._trial:  # nobody else may be kept out for as long as a stream goes on
             backend.breaker.over(self._trial)
@@ -299,5 +308,6 @@ class Holding:
             raise AssertionError("what a prefill backend held was given up twice")
         backend.holds -= 1
         backend.held -= self._tokens
+        backend._work = None
         if backend.emptied is not None and not backend.busy:
             backend.emptied()

@@ -28,6 +28,7 @@ FOLLOWED = 0.25
 
 KV_HIGH = 0.8  # from this use of its cache on an engine's load counts more, up to double: at 1 it preempts
 HALF_LIFE = 5.0  # seconds
+STEP = 0.05  # seconds for which a penalty is taken to hold: less than a hundredth of it is gone then
 PENALTY_MOST = 1024.0  # requests
 PENALTY_LEAST = 0.25  # what is less is nothing
 
@@ -66,17 +67,17 @@ class Penalty:
     __slots__ = ("_at", "value")
 
     def __init__(self) -> None:
-        self.value = 0.0  # as of the last failure
-        self._at = 0.0
+        self.value = 0.0
+        self._at = 0.0  # as of when
 
     def at(self, now: float) -> float:
-        value: float = self.value * 0.5 ** ((now - self._at) / HALF_LIFE)
-        if value < PENALTY_LEAST:
-            value = self.value = 0.0
-        return value
+        if now - self._at >= STEP:
+            value = self.value * 0.5 ** ((now - self._at) / HALF_LIFE)
+            self.value, self._at = value if value >= PENALTY_LEAST else 0.0, now
+        return self.value
 
     def failed(self, now: float) -> None:
-        self.value, self._at = min(2 * self.at(now) + 1, PENALTY_MOST), now
+        self.value = min(2 * self.at(now) + 1, PENALTY_MOST)
 
     def succeeded(self) -> None:
-        self.value /= 2
+        self.value = self.value / 2 if self.value >= 2 * PENALTY_LEAST else 0.0

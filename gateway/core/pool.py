@@ -94,35 +94,44 @@ class Pool:
         if only is not None and only.routable and not tried:
             only.breaker.allows(now)  # the last one is never taken out, but is to be told of the time
             return only.lease(tokens, now, stream)
-        self._ramp.picks += 1
-
-        def sound(backend: Backend) -> bool:
-            return backend.has_place(now) and backend not in tried
+        ramp = self._ramp
+        ramp.picks += 1
 
         def fit(backend: Backend) -> bool:
             if not backend.has_place(now) or backend in tried:
                 return False
             return now < backend.caution.look_from or self._is_given(backend, now)
 
-        choose = self._policy.choose
-        chosen = choose(fit, now, chance, key) or choose(lambda b: sound(b) and b.caution.invites(now), now, chance, key)
-        if chosen is None and self._is_waited_for(tried, now):
-            return None
-        if chosen is None and tried:
-            chosen = choose(lambda b: sound(b) and not b.caution.refuses(now), now, chance, key)
-        elif chosen is None:
-            chosen = choose(sound, now, chance, key) or choose(lambda b: b.routable and not b.full, now, chance, key)
-        if chosen is None and not self.routable:
-            left = self.others(tried, now) if tried else self.asked
-            chosen = choose(lambda b: b in left and not b.full, now, chance, key) if left else None
-            if chosen is not None:
-                chosen.panics += 1
+        chosen = self._policy.choose(fit, now, chance, key) or self._doubtful(now, tried, chance, key)
         if chosen is None:
             return None
-        if self._ramp:
-            self._ramp.taken(chosen, now)
+        if ramp.earned:
+            ramp.taken(chosen, now)
         chosen.picked = now
         return chosen.lease(tokens, now, stream)
+
+    def _doubtful(self, now: float, tried: Sequence[Backend], chance: float, key: float | None) -> Backend | None:
+        """Whom to ask where nobody is fit."""
+
+        def choose(fit: Callable[[Backend], bool]) -> Backend | None:
+            return self._policy.choose(fit, now, chance, key)
+
+        def sound(backend: Backend) -> bool:
+            return backend.has_place(now) and backend not in tried
+
+        chosen = choose(lambda b: sound(b) and b.caution.invites(now))
+        if chosen is not None or self._is_waited_for(tried, now):
+            return chosen
+        if tried:
+            chosen = choose(lambda b: sound(b) and not b.caution.refuses(now))
+        else:
+            chosen = choose(sound) or choose(lambda b: b.routable and not b.full)
+        if chosen is None and not self.routable:
+            left = self.others(tried, now) if tried else self.asked
+            chosen = choose(lambda b: b in left and not b.full) if left else None
+            if chosen is not None:
+                chosen.panics += 1
+        return chosen
 
     def _is_given(self, backend: Backend, now: float) -> bool:
         """Whether one that is to be treated with caution may have this exchange."""

@@ -19,29 +19,29 @@ SAVED = 2.0  # exchanges at most: one that is fit now and then only is not to be
 
 
 class Ramp:
-    """`picks`: of the pool, ever."""
+    """`picks`: of the pool, ever. `earned`: by each of those that are warming, in exchanges, and at which pick that was so."""
 
-    __slots__ = ("_backends", "_earned", "_sum", "_sum_until", "picks")
+    __slots__ = ("_backends", "earned", "_sum", "_sum_until", "picks")
 
     def __init__(self, backends: Sequence[Backend]):
         self._backends = backends
         self.picks = 0
-        self._earned: dict[Backend, tuple[float, int]] = {}  # exchanges, and at which pick that was so
+        self.earned: dict[Backend, tuple[float, int]] = {}  # exchanges, and at which pick that was so
         self._sum, self._sum_until = 0.0, 0.0
 
     def follow(self, before: Ramp) -> Ramp:
         """A new membership: what has been earned is kept."""
         self.picks = before.picks
-        self._earned = {backend: held for backend, held in before._earned.items() if backend in self._backends}
+        self.earned = {backend: held for backend, held in before.earned.items() if backend in self._backends}
         return self
 
     def is_due(self, backend: Backend, now: float) -> bool:
         """Whether one that is warming may have the exchange that is to be given just now."""
         # the first one at once: whatever it tells of the backend, it is told early
-        earned, since = self._earned.get(backend, (1.0, self.picks))
+        earned, since = self.earned.get(backend, (1.0, self.picks))
         share = backend.caution.share(now) * backend.weight / self._weights(now)
         earned = min(earned + (self.picks - since) * share, SAVED)
-        self._earned[backend] = (earned, self.picks)
+        self.earned[backend] = (earned, self.picks)
         return earned >= 1.0
 
     def _weights(self, now: float) -> float:
@@ -52,13 +52,10 @@ class Ramp:
 
     def taken(self, backend: Backend, now: float) -> None:
         """It has been given one. Asked of every backend, while some are warming."""
-        if backend not in self._earned:
+        if backend not in self.earned:
             return
         if backend.caution.share(now) < 1:
-            earned, since = self._earned[backend]
-            self._earned[backend] = (earned - 1.0, since)
+            earned, since = self.earned[backend]
+            self.earned[backend] = (earned - 1.0, since)
         else:
-            del self._earned[backend]
-
-    def __bool__(self) -> bool:
-        return bool(self._earned)
+            del self.earned[backend]

@@ -34,15 +34,17 @@ class InTurn(Policy):
 
     def __init__(self, backends: Sequence[Backend], load_factor: float = 1.25):
         super().__init__(backends, load_factor)
-        self._twice = list(enumerate(self.backends, 1)) * 2
+        self._twice = self.backends * 2  # so that it can be gone round from any of them on
         self._next = min(range(len(self.backends)), key=lambda i: self.backends[i].picked, default=0)
 
-    def round(self) -> list[tuple[int, Backend]]:
-        """All of them from the next one on, each with the number to begin with once it has been chosen."""
-        return self._twice[self._next : self._next + len(self.backends)]
+    def round(self) -> range:
+        """The places of all of them in `_twice`, from the next one on."""
+        return range(self._next, self._next + len(self.backends))
 
-    def after(self, number: int) -> None:
-        self._next = number % len(self.backends)
+    def chosen(self, place: int) -> Backend:
+        """The one in this place is the last of the round; the next one begins behind it."""
+        self._next = (place + 1) % len(self.backends)
+        return self._twice[place]
 
 
 class Shares:

@@ -9,11 +9,12 @@ as all (what is found is one of the least loaded eighth), and the cost does not 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from gateway.core.backend import Backend
 from gateway.core.balancing.base import Fit, InTurn, Shares
 
-LOOKED_AT = 8  # fit backends
+LOOKED_AT = 8  # backends
 
 
 class LeastLoaded(InTurn):
@@ -26,30 +27,35 @@ class LeastLoaded(InTurn):
     def choose(self, fit: Fit, now: float, chance: float, key: float | None) -> Backend | None:
         if not self._shares.even:
             return self._by_weight(fit, now)
-        chosen, least, following, seen = None, 0.0, 0, 0
-        for number, backend in self.round():
-            if fit(backend):
-                burden = backend.load(now) / backend.weight
-                if chosen is None or burden < least:
-                    chosen, least, following = backend, burden, number
-                seen += 1
-                if seen == LOOKED_AT:
-                    break
-        if chosen is not None:
-            self.after(following)
-        return chosen
+        chosen, least, seen = None, inf, 0
+        for place in self.round():
+            backend = self._twice[place]
+            load = backend.load(now)
+            if load < least:
+                if not fit(backend):
+                    continue
+                chosen, least = place, load
+                if not load:
+                    break  # nobody has less
+            # one that has more counts as looked at, whether or not it is fit
+            seen += 1
+            if seen == LOOKED_AT:
+                break
+        return None if chosen is None else self.chosen(chosen)
 
     def _by_weight(self, fit: Fit, now: float) -> Backend | None:
         """The next one is looked at from behind all of these on, so that each is looked at as often as any other."""
         found = []
-        for number, backend in self.round():
+        for place in self.round():
+            backend = self._twice[place]
             if fit(backend):
-                found.append((backend.load(now) / backend.weight, number))
+                found.append((backend.load(now) / backend.weight, place))
                 if len(found) == LOOKED_AT:
                     break
         if not found:
             return None
-        self.after(found[-1][1])
+        self.chosen(found[-1][1])
         least = min(burden for burden, _ in found)
-        place = self._shares.next(number - 1 for burden, number in found if burden == least)
-        return None if place is None else self.backends[place]
+        count = len(self.backends)
+        whose = self._shares.next(place % count for burden, place in found if burden == least)
+        return None if whose is None else self.backends[whose]

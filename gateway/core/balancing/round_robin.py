@@ -19,8 +19,7 @@ class RoundRobin(InTurn):
         if not self._shares.even:
             place = self._shares.next(place for place, backend in enumerate(self.backends) if fit(backend))
             return None if place is None else self.backends[place]
-        for number, backend in self.round():
-            if fit(backend):
-                self.after(number)
-                return backend
+        for place in self.round():
+            if fit(self._twice[place]):
+                return self.chosen(place)
         return None
