@@ -89,6 +89,8 @@ class Connection(Lane):
         self._head: asyncio.Future[ResponseHead] | None = None
         self._received = b""
         self._answered = False  # some octet has come since the request was sent
+        self._sent = 0  # octets of it
+        self._unseen = False  # the backend ended the connection before an octet of it had come there
         self.pending = b""  # of the body, until somebody relays it
         self.closes = False  # the backend means to end the connection behind this response
         self.ended_well = False  # the peer's end came as an end, not as a reset (while the body was pending)
@@ -167,8 +169,15 @@ class Connection(Lane):
 
     def eof_received(self) -> None:
         self.ended_well = True
+        self._unseen = self.uses > 1 and self._acks is not None and self._left is not None and self._is_unseen()
         if self.transport.get_write_buffer_size():  # whoever has ended takes no more of it: not to be waited for
             self.transport.abort()
+
+    def _is_unseen(self) -> bool:
+        """Nothing of the request has been acknowledged, not even by the end that has come: the backend's kernel did not have it
+        when the backend closed the connection, and nobody reads what comes to a closed one (RFC 9112 section 9.6)."""
+        assert self._sock is not None
+        return sockets.untaken(self._sock) + self.transport.get_write_buffer_size() >= self._sent
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
@@ -179,7 +188,8 @@ class Connection(Lane):
                 self.unusual(data, time.monotonic())
         if self._head is not None and not self._head.done():
             if self.uses > 1 and not self._answered:
-                failure = UpstreamFailed("stale_connection", "the backend closed a kept connection before it answered")
+                message = "the backend closed a kept connection before it answered"
+                failure = UpstreamFailed("stale_connection", message, unsent=self._unseen)
             else:
                 failure = UpstreamFailed("upstream_reset", "the backend closed the connection before it answered")
             self._head.set_exception(failure)
@@ -223,13 +233,14 @@ class Connection(Lane):
         """Write a request's head, and what there is of its body. The future is the response's head, or UpstreamFailed."""
         self.uses += 1
         self._method, self._received, self.pending, self.ended_well = method, b"", b"", False
-        self._answered = False
+        self._answered, self._unseen, self._sent = False, False, len(octets)
         self._head = self._loop.create_future()
         self.transport.write(octets)
         return self._head
 
     def write(self, octets: bytes) -> None:
         if not self.lost:
+            self._sent += len(octets)
             self.transport.write(octets)
 
     async def drain(self) -> None:
