@@ -262,6 +262,12 @@ class Connection(Lane):
         """Give up waiting for the head, for a reason of ours."""
         self._fail(failure)
 
+    def give_up_vanished(self) -> None:
+        """Give up waiting for the head where the request does not even arrive: the backend's host is gone, or the way to it."""
+        if self._acks is not None and self._sock is not None and sockets.unheard(self._sock) >= sockets.VANISHED:
+            message = f"the backend's host has acknowledged nothing for {sockets.VANISHED:g} s"
+            self._fail(UpstreamFailed("upstream_reset", message))
+
     def _fail(self, failure: Refusal) -> None:
         if self._head is not None and not self._head.done():
             self._head.set_exception(failure)
