@@ -2,12 +2,14 @@
 Nothing here generates a token.
 
 One task a backend, each on its own clock, so that a backend that hangs delays nobody's probe. What is learnt is written
-on the backend; the data path reads it there.
+on the backend; the data path reads it there. Of those that are not known to be well, who may all hang, only so many are
+looked at at a time (`AT_ONCE`): they would take the descriptors that clients need.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -24,6 +26,7 @@ from gateway.net.upstream import ConnectionPool
 
 log = logging.getLogger(__name__)
 
+AT_ONCE = 64  # looks at backends that are down, or of whom nothing is known yet
 PAGE_MOST = 1 << 22  # octets of what a backend says of itself
 NAMED_MOST = 1000  # models of one backend
 SLEEP = "/is_sleeping"  # of a vLLM in development mode (vllm/entrypoints/serve/sleep), for those whose metrics do not say it
@@ -61,6 +64,7 @@ class Probes:
         self._cards: dict[str, list[dict[str, Any]]] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._ask_again: dict[str, float] = {}
+        self._doubtful = asyncio.Semaphore(AT_ONCE)
 
     def watch(self, targets: Iterable[Target], settings: ProbeSettings) -> None:
         """Look at these from now on, and at no others. Those that are looked at already, in the same way, are left to
@@ -129,8 +133,9 @@ class Probes:
         """Whether it is, and whether it took a connection. None: it could not be asked, for lack of something of ours, which
         says nothing of it."""
         made: list[None] = []
+        turn = contextlib.nullcontext() if target.backend.health is Health.UP else self._doubtful
         try:
-            async with asyncio.timeout(self._settings.timeout):
+            async with turn, asyncio.timeout(self._settings.timeout):
                 path, connections = self._settings.path, target.connections
                 status, _ = await fetch_first(connections, path, PAGE_MOST, lambda: made.append(None), more=more)
         except (GatewayError, TimeoutError) as error:

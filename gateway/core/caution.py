@@ -2,7 +2,7 @@
 
     unproven   it was added while others serve, or its first probe was ill: nothing, until a probe or an answer proves it
     busy       it said that it is full: 429, or 503 with Retry-After: nothing for so long
-    silent     somebody has waited there for long, and nobody has been answered meanwhile: nothing until the first answer. When
+    silent     somebody was sent there after the last answer, long ago, and waits still: nothing until the first answer. When
                nobody waits there any more, one exchange every `TRIAL` seconds
     warming    it has just come back: its share grows to all of it over `slow_start` seconds (`core.ramp`)
 
@@ -10,7 +10,8 @@ None of these takes it out: where nobody else could take an exchange, it is aske
 
 An engine that has frozen still accepts, and its `/health` stays 200: only those who wait there can tell. What is long is told
 by what is usual there, for streams (their first event) and for whole answers each by itself. Any answer, or half of one, is
-enough to be heard of again.
+enough to be heard of again. Whoever was sent there before the last answer says nothing: an engine that loses one request, or a
+line that did, is well for all others. Nor does whoever waits there since before it was away.
 """
 
 from __future__ import annotations
@@ -48,37 +49,37 @@ class CautionSettings(NamedTuple):
 class Silence:
     """Those who wait for the first of an answer, of one kind of exchange."""
 
-    __slots__ = ("floor", "last", "patience", "silent", "tried", "usual", "waiting")
+    __slots__ = ("asked", "floor", "patience", "silent", "tried", "usual", "waiting")
 
     def __init__(self, floor: float):
         self.waiting = 0
-        self.last = 0.0  # when somebody was last answered, or began to wait where nobody did
+        self.asked = _NEVER  # when somebody was first sent there since the last answer
         self.usual = 0.0  # seconds to an answer: the slower ones of late
         self.floor = self.patience = floor
         self.silent = False
         self.tried = 0.0  # when something was last sent to it while silent
 
     def sent(self, now: float) -> None:
-        if not self.waiting:
-            self.last = now
+        if not self.waiting or self.asked == _NEVER:
+            self.asked = now
         self.waiting += 1
         self.tried = now
 
     def answered(self, began: float, now: float) -> None:
         self.waiting -= 1
-        self.heard(now)
+        self.heard()
         wait, usual = now - began, self.usual
         # up fast and down slowly: what is unusual is to be told from the slow ones, not from the mean
         usual = self.usual = usual + (wait - usual) * (0.5 if wait > usual else 0.05)
         self.patience = max(UNUSUAL * usual, self.floor)
 
-    def heard(self, now: float) -> None:
+    def heard(self) -> None:
         """Somebody was answered, of whatever kind: it does not stand still."""
-        self.last, self.silent = now, False
+        self.asked, self.silent = _NEVER, False
 
     def due(self) -> float:
         """When it will be silent, if nobody is answered until then."""
-        return self.last + self.patience if self.waiting else _NEVER
+        return self.asked + self.patience if self.waiting else _NEVER
 
     def says_nothing(self, now: float) -> bool:
         if not self.silent and now >= self.due():
@@ -158,6 +159,8 @@ class Caution:
 
     def returned(self, now: float) -> None:
         """It is back in service."""
+        self.streams.heard()
+        self.wholes.heard()
         if self.settings.slow_start:
             self._returned, self.look_from = now, _NOW
 
@@ -167,11 +170,11 @@ class Caution:
 
     def sent(self, kind: Silence, now: float) -> None:
         kind.sent(now)
-        if kind.waiting == 1 and now + kind.patience < self.look_from:
-            self.look_from = now + kind.patience
+        if kind.asked + kind.patience < self.look_from:
+            self.look_from = kind.asked + kind.patience
 
     def answered(self, kind: Silence, began: float, now: float) -> None:
         kind.answered(began, now)
-        (self.wholes if kind is self.streams else self.streams).heard(now)
+        (self.wholes if kind is self.streams else self.streams).heard()
         if self._unproven:
             self.proven(now)

@@ -16,6 +16,7 @@ import termios
 NOTSENT_LOWAT = 65536  # octets that the kernel takes before the peer's window has room for them
 LEFT_MOST = 1 << 20  # octets taken in from a connection that is broken
 KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_COUNT = 30, 10, 3  # a peer that has vanished is noticed within a minute
+VANISHED = float(KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_COUNT)  # ... also where it owes acknowledgements
 _TCP, _SOCKET = int(socket.IPPROTO_TCP), socket.SOL_SOCKET
 _OPTIONS = (
     (_TCP, socket.TCP_NODELAY, 1),
@@ -26,6 +27,7 @@ _OPTIONS = (
     (_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT),
 )
 _SIOCOUTQNSD = 0x894B  # linux/sockios.h
+_INFO = struct.Struct("24xI28xI")  # Linux's struct tcp_info: segments in flight, milliseconds since the last acknowledgement
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -133,6 +135,18 @@ def _queue(sock: socket.socket, which: int) -> int:
     except OSError:
         return 0
     return count[0]
+
+
+def unheard(sock: socket.socket) -> float:
+    """Seconds for which a peer has acknowledged nothing of what is on its way to it; 0 where nothing is.
+
+    The kernel sends that again for a quarter of an hour (tcp(7), tcp_retries2), and no keep-alive meanwhile. A peer that only
+    has no room is heard of.
+    """
+    with contextlib.suppress(OSError):  # closed meanwhile
+        in_flight, last = _INFO.unpack(sock.getsockopt(_TCP, socket.TCP_INFO, _INFO.size))
+        return last / 1000 if in_flight else 0.0
+    return 0.0
 
 
 def peer_has_left(sock: socket.socket) -> bool:

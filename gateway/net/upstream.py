@@ -12,12 +12,11 @@ import asyncio
 import errno
 import functools
 import logging
-import math
 import socket
 import ssl
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from gateway.core.head import Malformed, ResponseHead, parse_response
 from gateway.core.headers import keeps_alive
@@ -25,6 +24,7 @@ from gateway.errors import Refusal, UpstreamFailed
 from gateway.net import sockets, tls
 from gateway.net.acks import Acks, Manner
 from gateway.net.lane import Lane
+from gateway.net.names import Addresses, Name
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +34,6 @@ PENDING_MOST = 65536  # octets of the body that are taken in before somebody rel
 RECEIVE_BUFFER = 32768
 NEXT_ADDRESS = 1.0  # seconds in which an address is to take a connection where there is another one
 LARGE = 65536  # octets of a request that may not fit into what the kernels hold
-RESOLVED_FOR = 10.0  # seconds that the addresses of a name are taken for granted
-
-
-Addresses = list[tuple[int, object]]  # address family, address
 
 
 class Origin(NamedTuple):
@@ -93,6 +89,8 @@ class Connection(Lane):
         self._head: asyncio.Future[ResponseHead] | None = None
         self._received = b""
         self._answered = False  # some octet has come since the request was sent
+        self._sent = 0  # octets of it
+        self._unseen = False  # the backend ended the connection before an octet of it had come there
         self.pending = b""  # of the body, until somebody relays it
         self.closes = False  # the backend means to end the connection behind this response
         self.ended_well = False  # the peer's end came as an end, not as a reset (while the body was pending)
@@ -171,8 +169,15 @@ class Connection(Lane):
 
     def eof_received(self) -> None:
         self.ended_well = True
+        self._unseen = self.uses > 1 and self._acks is not None and self._left is not None and self._is_unseen()
         if self.transport.get_write_buffer_size():  # whoever has ended takes no more of it: not to be waited for
             self.transport.abort()
+
+    def _is_unseen(self) -> bool:
+        """Nothing of the request has been acknowledged, not even by the end that has come: the backend's kernel did not have it
+        when the backend closed the connection, and nobody reads what comes to a closed one (RFC 9112 section 9.6)."""
+        assert self._sock is not None
+        return sockets.untaken(self._sock) + self.transport.get_write_buffer_size() >= self._sent
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
@@ -183,7 +188,8 @@ class Connection(Lane):
                 self.unusual(data, time.monotonic())
         if self._head is not None and not self._head.done():
             if self.uses > 1 and not self._answered:
-                failure = UpstreamFailed("stale_connection", "the backend closed a kept connection before it answered")
+                message = "the backend closed a kept connection before it answered"
+                failure = UpstreamFailed("stale_connection", message, unsent=self._unseen)
             else:
                 failure = UpstreamFailed("upstream_reset", "the backend closed the connection before it answered")
             self._head.set_exception(failure)
@@ -227,13 +233,14 @@ class Connection(Lane):
         """Write a request's head, and what there is of its body. The future is the response's head, or UpstreamFailed."""
         self.uses += 1
         self._method, self._received, self.pending, self.ended_well = method, b"", b"", False
-        self._answered = False
+        self._answered, self._unseen, self._sent = False, False, len(octets)
         self._head = self._loop.create_future()
         self.transport.write(octets)
         return self._head
 
     def write(self, octets: bytes) -> None:
         if not self.lost:
+            self._sent += len(octets)
             self.transport.write(octets)
 
     async def drain(self) -> None:
@@ -254,6 +261,12 @@ class Connection(Lane):
     def fail(self, failure: Refusal) -> None:
         """Give up waiting for the head, for a reason of ours."""
         self._fail(failure)
+
+    def give_up_vanished(self) -> None:
+        """Give up waiting for the head where the request does not even arrive: the backend's host is gone, or the way to it."""
+        if self._acks is not None and self._sock is not None and sockets.unheard(self._sock) >= sockets.VANISHED:
+            message = f"the backend's host has acknowledged nothing for {sockets.VANISHED:g} s"
+            self._fail(UpstreamFailed("upstream_reset", message))
 
     def _fail(self, failure: Refusal) -> None:
         if self._head is not None and not self._head.done():
@@ -291,9 +304,9 @@ class Connection(Lane):
 class ConnectionPool:
     """The connections to one origin. All decisions are synchronous; only opening a connection waits.
 
-    A name is looked up anew every `RESOLVED_FOR` seconds that it is used, in the background where there are kept
-    connections. Those that lead to an address which the name has no more are not used again: they would hold on to what
-    has been taken out of service, for as long as it takes connections. A look-up that fails changes nothing.
+    A name (`net.names`) is looked up anew as long as it is used, in the background where there are kept connections. Those that
+    lead to an address which the name has no more are not used again: they would hold on to what has been taken out of
+    service, for as long as it takes connections. A look-up that fails changes nothing.
     """
 
     def __init__(self, origin: Origin, settings: PoolSettings, loop: asyncio.AbstractEventLoop):
@@ -301,9 +314,7 @@ class ConnectionPool:
         self._idle: list[Connection] = []  # the last one used is the first to be used again, so that the others may age
         self._open: set[Connection] = set()
         self._fixed = _fixed_address(origin)
-        self._resolved: tuple[float, Addresses] | None = None
-        self._asked = 0.0  # when the name was last looked up
-        self._looking_up = False  # in the background
+        self._name = None if self._fixed or origin.port is None else Name(origin.host, origin.port, loop, self._drop_vanished)
         self._sweeper: asyncio.TimerHandle | None = None
         self.acks = Manner()
         self.reused = 0
@@ -316,8 +327,8 @@ class ConnectionPool:
     def take(self) -> Connection | None:
         """A kept connection that is fit for use, if there is one."""
         now = time.monotonic()
-        if self._fixed is None and self._idle:
-            self._refresh(now)
+        if self._name is not None and self._idle:
+            self._name.refresh(now)
         while self._idle:
             connection = self._idle.pop()
             if (
@@ -387,56 +398,23 @@ class ConnectionPool:
             ) from None
 
     async def _addresses(self) -> Addresses:
-        """Of the origin, found anew when what was found is old."""
-        if self._fixed is not None:
-            return [self._fixed]
-        origin, now = self.origin, time.monotonic()
-        if self._resolved is not None and now - self._resolved[0] < RESOLVED_FOR:
-            return self._resolved[1]
-        try:
-            found = await self._loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
-        except OSError:
-            if self._resolved is None:
-                raise
-            return self._resolved[1]
-        return self._found(_plain(found))
+        if self._name is not None:
+            return await self._name.addresses()
+        assert self._fixed is not None
+        return [self._fixed]
 
     def _may_have_moved(self) -> None:
-        """Look the name up again; where it cannot be, what was found last still holds."""
-        if self._resolved is not None:
-            self._resolved = -math.inf, self._resolved[1]
+        if self._name is not None:
+            self._name.may_have_moved()
 
-    def _refresh(self, now: float) -> None:
-        """Look the name up in the background, if it is time."""
-        if self._looking_up or now - self._asked < RESOLVED_FOR:
-            return
-        self._looking_up, self._asked = True, now
-        origin = self.origin
-        looked_up = self._loop.run_in_executor(
-            None, lambda: _plain(socket.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM))
-        )
-        looked_up.add_done_callback(self._refreshed)
-
-    def _refreshed(self, looked_up: asyncio.Future[Addresses]) -> None:
-        self._looking_up = False
-        if looked_up.cancelled() or self.closed:
-            return
-        error = looked_up.exception()
-        if error is None:
-            self._found(looked_up.result())
-        else:
-            log.debug("%s could not be looked up anew: %r", self.origin.host, error)
-
-    def _found(self, addresses: Addresses) -> Addresses:
-        self._asked = time.monotonic()
-        self._resolved = self._asked, addresses
+    def _drop_vanished(self) -> None:
         for connection in [c for c in self._idle if self._has_vanished(c)]:
             connection.drop()
-        return addresses
 
     def _has_vanished(self, connection: Connection) -> bool:
         """The name has other addresses now than that of this connection."""
-        return self._resolved is not None and all(connection.address != address for _, address in self._resolved[1])
+        known = None if self._name is None else self._name.known
+        return known is not None and all(connection.address != address for _, address in known)
 
     async def _dial(self, addresses: Addresses) -> Connection:
         error: OSError = OSError("the name has no address")
@@ -486,8 +464,3 @@ def _fixed_address(origin: Origin) -> tuple[int, object] | None:
         return (socket.AF_UNIX, origin.host)
     family = sockets.family_of(origin.host)
     return (family, (origin.host, origin.port)) if family is not None else None
-
-
-def _plain(found: list[Any]) -> Addresses:
-    """Of what getaddrinfo returns."""
-    return [(family, address) for family, _, _, _, address in found]

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.core.outcome import Outcome, Phase
 from gateway.net.relay import Relay
+from gateway.net.sockets import VANISHED
+from gateway.net.upstream import Connection
 
 if TYPE_CHECKING:
     from gateway.net.call import Call
@@ -39,8 +41,8 @@ class Timeouts(NamedTuple):
     total: float | None = None
 
     def shortest(self, comment: float | None) -> float:
-        """Of all that run once a request has been sent."""
-        running = (self.first_byte, self.idle, self.client_write, self.progress, self.total, comment)
+        """Of all that run once a request has been sent, and of what is looked at by itself."""
+        running = (self.first_byte, self.idle, self.client_write, self.progress, self.total, comment, VANISHED)
         return min(seconds for seconds in running if seconds is not None)
 
 
@@ -93,6 +95,10 @@ def _look_at(call: Call, now: float) -> Outcome | None:
     relay = call.relay
     if relay is not None:
         relay.settle()
+    else:
+        for leg in (call, *call.others):
+            if isinstance(leg.waiting, Connection) and leg.exchange.sent is not None:
+                leg.waiting.give_up_vanished()
     deadline, outcome = min(_deadlines(call, now), default=(NEVER, Outcome.TIMEOUT_TOTAL))
     if deadline <= now:
         return outcome

@@ -200,6 +200,40 @@ def test_whoever_is_answered_speaks_for_all() -> None:
     assert found.state_at(233.0) == "unknown"
 
 
+def test_one_that_is_never_answered_speaks_for_nobody() -> None:
+    """It was sent before the last answer: whoever comes after it, however seldom, is what counts."""
+    pool = Pool(backends(2, silence=5.0), "round_robin")
+    lost = take(pool, 100.0, stream=True)
+    found = short(pool, 100.1, 0.2, 0.1)
+    for number in range(1, 20):  # more than `silence` apart
+        now = 100.0 + 8 * number
+        lease = take(pool, now - 0.1, stream=True)
+        lease.prompt_read(now)
+        lease.release()
+        found[lease.backend.name] += 1
+        assert lost.backend.state_at(now + 7) == "unknown"
+    assert abs(found["b0"] - found["b1"]) <= 1, found
+    waits = lost.backend.lease(0, 300.0, True)
+    assert lost.backend.state_at(304.0) == "unknown"
+    assert lost.backend.state_at(305.0) == "silent"
+    waits.release()
+    assert lost.backend.state_at(306.0) == "silent"
+
+
+@pytest.mark.parametrize("how", ["health", "sleep"])
+def test_those_who_wait_since_before_it_was_away(how: str) -> None:
+    """As where its line was cut: it is back, though their requests never came there, nor ever will."""
+    pool = Pool(backends(2, silence=5.0, slow_start=0.0), "round_robin")
+    frozen = pool.backends[0]
+    waits = [frozen.lease(0, 100.0, True), frozen.lease(0, 100.0, False)]
+    assert frozen.state_at(110.0) == "silent"
+    assert short(pool, 110.0, 1.0)["b0"] == 0
+    back(frozen, how, 120.0)
+    assert short(pool, 120.0, 1.0)["b0"] == 50
+    assert short(pool, 140.0, 1.0)["b0"] == 50
+    assert frozen.in_flight == len(waits)
+
+
 def test_all_are_silent() -> None:
     """Then all are asked as ever."""
     pool = Pool(backends(2, silence=1.0, slow_start=0.0), "round_robin")

@@ -4,38 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
-from gateway.net import upstream as module
+from gateway.errors import UpstreamFailed
+from gateway.net import names as module
 from gateway.net.upstream import Connection, ConnectionPool, Origin, PoolSettings
 from tests.support.gateway import until
 from tests.support.upstream import RawUpstream, listening_socket
 
 
 class Names:
-    """The resolver: what `vllm.test` is. None: the look-up fails."""
+    """The resolver: what `vllm.test` is. None: the look-up fails. While it does not speak, look-ups hang."""
 
     def __init__(self) -> None:
         self.addresses: list[str] | None = ["127.0.0.1"]
         self.asked = 0
+        self.speaks = threading.Event()
+        self.speaks.set()
 
     def __call__(self, host: str, port: int, *_: Any, **__: Any) -> list[Any]:
         self.asked += 1
         assert host == "vllm.test"
+        self.speaks.wait(30)
         if self.addresses is None:
             raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in self.addresses]
 
 
 @pytest.fixture
-def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
     names = Names()
     monkeypatch.setattr(socket, "getaddrinfo", names)
     monkeypatch.setattr(module, "RESOLVED_FOR", 0.02)
-    return names
+    yield names
+    names.speaks.set()
 
 
 @pytest.fixture
@@ -140,3 +146,57 @@ async def test_a_pool_that_was_closed_meanwhile(pool: ConnectionPool, names: Nam
     await until(lambda: names.asked > 1, "the look-up")
     taken.give_back()
     assert taken.lost
+
+
+async def test_a_resolver_that_says_nothing(pool: ConnectionPool, names: Names) -> None:
+    """What was found last holds, however many connections are opened: one look-up is under way for them all, and whoever comes
+    later does not wait for it at all. When it is heard of again, they follow."""
+    (await pool.open()).drop()
+    names.addresses, asked = ["127.0.0.2"], names.asked
+    names.speaks.clear()
+    await asyncio.sleep(0.03)
+    async with asyncio.timeout(10):
+        for connection in await asyncio.gather(*[pool.open() for _ in range(20)]):
+            assert leads_to(connection) == "127.0.0.1"
+            connection.drop()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        for _ in range(50):
+            (await pool.open()).drop()
+        assert loop.time() - began < 50 * module.PATIENCE / 2
+    assert names.asked == asked + 1
+    names.speaks.set()
+
+    async def moved() -> bool:
+        connection = await pool.open()
+        connection.drop()
+        return leads_to(connection) == "127.0.0.2"
+
+    async with asyncio.timeout(10):
+        while not await moved():
+            await asyncio.sleep(0.01)
+
+
+async def test_the_first_look_up_is_waited_for(pool: ConnectionPool, names: Names) -> None:
+    """By all who come meanwhile, one of whom may leave; and where it fails, each is told."""
+    names.speaks.clear()
+    names.addresses = None
+    first, *others = [asyncio.ensure_future(pool.open()) for _ in range(3)]
+    await until(lambda: names.asked == 1, "the look-up")
+    first.cancel()
+    names.speaks.set()
+    for failed in await asyncio.gather(*others, return_exceptions=True):
+        assert isinstance(failed, UpstreamFailed)
+        assert "Temporary failure" in failed.message
+    assert names.asked == 1
+    names.addresses = ["127.0.0.1"]
+    (await pool.open()).drop()
+
+
+async def test_no_thread_keeps_the_process_from_its_end(pool: ConnectionPool, names: Names) -> None:
+    names.speaks.clear()
+    opening = asyncio.ensure_future(pool.open())
+    await until(lambda: names.asked == 1, "the look-up")
+    (looking,) = [thread for thread in threading.enumerate() if thread.name == "look-up of vllm.test"]
+    assert looking.daemon
+    opening.cancel()

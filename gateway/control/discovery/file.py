@@ -3,15 +3,18 @@
 A look is a `stat` of each file, which follows links, so that a file that was replaced (its inode is another), a ConfigMap
 (whose directory is a link that is swapped) and a file written in place (its time and size) are all noticed. A file that
 is being written is left until it has been quiet for a moment; what is half there all the same is refused as a whole, as
-YAML or as a list of backends, and looked at again.
+YAML or as a list of backends, and looked at again when it changes, and every `AGAIN` seconds: what stood against it may have
+been elsewhere, as where there was no descriptor to open it with, or a key that it names was not there yet.
 """
 
 from __future__ import annotations
 
 import asyncio
 import glob
+import math
 import os
 import stat
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from gateway.errors import ConfigError
 
 LOOK = 1.0  # seconds between looks, where the interval is not shorter
 QUIET = 0.1  # seconds that nothing changes before files are read
+AGAIN = 10.0  # seconds until one that could not be used is read again, though it has not changed
 QUIET_MOST = 20  # such pauses; after them what never rests is read as it is
 
 Stamp = tuple[tuple[str, int, int, int, int], ...]  # of each file: path, device, inode, size, nanoseconds
@@ -32,6 +36,7 @@ class FileSource:
     def __init__(self, pattern: str, interval: float, read: Callable[[Path], Sequence[Member]]):
         self._pattern, self._interval, self._read = pattern, interval, read
         self._stamp: Stamp | None = None  # of what was read last, whether or not it could be used
+        self._again = math.inf  # when that is to be read again, if it could not
 
     @property
     def name(self) -> str:
@@ -52,11 +57,15 @@ class FileSource:
             except SourceFailed:
                 self._stamp = None  # should it come back as it was, that is news
                 raise
-            if stamp != self._stamp:
+            if stamp != self._stamp or time.monotonic() >= self._again:
                 stamp = await self._settled(stamp)
                 # before it is read: what is written meanwhile is seen at the next look
-                self._stamp = stamp
-                snapshot = await asyncio.to_thread(self._look, stamp)
+                self._stamp, self._again = stamp, math.inf
+                try:
+                    snapshot = await asyncio.to_thread(self._look, stamp)
+                except SourceFailed:
+                    self._again = time.monotonic() + AGAIN
+                    raise
                 try:
                     yield snapshot
                 except GeneratorExit:  # it could not be put in force: it is to be tried again

@@ -206,6 +206,29 @@ async def test_what_is_refused_elsewhere_is_tried_again(
     await told.say("b")
 
 
+async def test_what_cannot_be_read_just_now_is_read_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As for lack of a descriptor: it need not change for that."""
+    monkeypatch.setattr(files, "QUIET", 0.01)
+    monkeypatch.setattr(files, "AGAIN", 0.05)
+    readable = True
+
+    def read(path: Path) -> Sequence[Member]:
+        if not readable:
+            raise ConfigError(f"{path}: cannot be read (Too many open files)")
+        return read_members(path)
+
+    async with following(FileSource(str(path), 0.02, read), patch=monkeypatch.setattr) as told:
+        assert told.names == ["a"]
+        readable = False
+        write(path, listed("b"))
+        await until(lambda: "Too many open files" in caplog.text, "the failure")
+        readable = True
+        await told.say("b")
+    assert caplog.text.count("Too many open files") == 1
+
+
 class TestFormats:
     def read(self, tmp_path: Path, text: str) -> Sequence[Member]:
         path = tmp_path / "x"
