@@ -184,7 +184,9 @@ async def test_breaker_opens_tries_and_closes(start_gateway: Start) -> None:
         before = len(ill.requests)
         assert {(await gateway.ask()).status for _ in range(6)} == {200}
         assert len(ill.requests) == before
-        await asyncio.sleep(0.5)
+        await reached(gateway, 1, state="trial", breaker="half_open")  # said by time alone: nothing has been asked
+        assert await gateway.metric("tokenpipe_backend_state", state="trial") == 1
+        assert await gateway.metric("tokenpipe_backend_state", state="ejected") == 0
         statuses = [(await gateway.ask()).status for _ in range(6)]
         assert sorted(statuses) == [200] * 5 + [502]  # the one trial
         ill.script = s.reply()
@@ -294,7 +296,7 @@ async def test_a_trial_that_was_none_is_given_to_another(start_gateway: Start, m
         other.script = s.vanish
         for _ in range(8):
             await gateway.ask()
-        await reached(gateway, 1, state="ejected")
+        await reached(gateway, 1, breaker="closed")
         other.script = s.reply()
         await asyncio.sleep(0.4)
         one.script = s.vanish
