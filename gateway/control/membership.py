@@ -255,6 +255,7 @@ def described(entry: Entry) -> dict[str, Any]:
         "state": b.state_at(now),
         "health": b.health.value,
         "breaker": b.breaker.state_at(now).value,
+        "penalty": round(b.penalty.at(now), 2),
         "in_flight": b.in_flight,
         "max_in_flight": b.max_in_flight,
         "weight": b.weight,

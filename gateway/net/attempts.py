@@ -151,6 +151,11 @@ class Attempts:
         backend.answered(response.status, now)
         return True
 
+    def turned_down(self, backend: Backend, response: ResponseHead) -> None:
+        """What an answer says of its backend that is not the client's, or not yet."""
+        self.rest(backend, response)
+        backend.answered(response.status, time.monotonic())
+
     @staticmethod
     def rest(backend: Backend, response: ResponseHead) -> float | None:
         """Seconds that its answer asks for, if it says how many. One that says that it is full is left in peace for so long,

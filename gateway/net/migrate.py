@@ -186,8 +186,8 @@ async def _asked(attempts: Attempts, call: Call, relay: SeamedRelay, leg: Leg, u
             answer = task.result()
             if isinstance(answer, ResponseHead):
                 found = leg if is_fit(answer) else None
-                if leg.lease is not None:
-                    attempts.rest(leg.lease.backend, answer)
+                if found is None and leg.lease is not None:
+                    attempts.turned_down(leg.lease.backend, answer)
             elif isinstance(answer, (UpstreamFailed, EngineRefused)):
                 attempts.failed(leg, answer)
         return found

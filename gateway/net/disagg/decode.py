@@ -61,8 +61,11 @@ async def decode(
     except UpstreamFailed as failure:
         means.blame(call.exchange, backend, failure)
         raise LegFailed("decode", backend, of_leg("decode", failure)) from None
+    except EngineRefused as refused:
+        means.attempts.failed(call, refused)
+        raise
     if response.status in AGAIN:
-        backend.answered(response.status, time.monotonic())
+        means.attempts.turned_down(backend, response)
         raise LegFailed("decode", backend, response=response)
     now = time.monotonic()
     if 200 <= response.status < 300:
