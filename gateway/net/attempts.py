@@ -209,10 +209,18 @@ class Attempts:
         if upload.kept:
             answer = connection.send(octets + upload.held, head.method)
         else:
-            answer = connection.send(octets + body.framed(upload, upload.held), head.method)
+            answer = connection.send(octets + body.framed(upload, upload.held), head.method, whole=False)
             leg.upload = self.tasks.spawn(body.send_rest(call, connection, upload), "upload")
         self._watch.begin(call, now)
-        response = await answer
+        try:
+            response = await answer
+        except UpstreamFailed as failure:
+            if not failure.crossed:
+                raise
+            call.exchange.attempts += 1
+            call.repeated += 1
+            self.observer.retried(call.exchange, failure.code)
+            return await self.attempt(call, leg, head, route, upload, fresh=True, hold=hold)
         exchange.head_received = time.monotonic()
         if (hold or policy.hold) and route.dialect is not None and headers.is_event_stream(response):
             await self._first_event(leg, connection, response, route.dialect)

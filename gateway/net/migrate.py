@@ -178,7 +178,9 @@ async def _asked(attempts: Attempts, call: Call, relay: SeamedRelay, leg: Leg, u
     """The leg, once its answer has begun; None where it does not, or where the relay has ended meanwhile."""
     head, route = call.request.head, call.route
     assert head is not None and route is not None
-    task = attempts.tasks.spawn(said(attempts.attempt(call, leg, head, route, upload, hold=True)), "a migration")
+    # on a fresh connection: a kept one that proved stale would end the stream
+    attempt = attempts.attempt(call, leg, head, route, upload, fresh=True, hold=True)
+    task = attempts.tasks.spawn(said(attempt), "a migration")
     found: Leg | None = None
     try:
         await asyncio.wait((task, relay.done), return_when=asyncio.FIRST_COMPLETED)

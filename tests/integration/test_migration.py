@@ -142,6 +142,30 @@ async def test_a_backend_that_died_before_its_first_octet_is_asked_again(start_g
         assert [b["state"] for b in await states(gateway)] == ["up", "up"]
 
 
+async def test_a_kept_connection_that_is_stale_ends_no_stream(start_gateway: Start) -> None:
+    """Whoever is to go on is asked on a fresh connection: what a kept one is worth may be learnt by others."""
+    async with fleet(2) as backends:
+        first, second = backends
+        engine = Engine()
+        first.script, second.script = engine, engine
+        gateway = await start(start_gateway, backends)
+        while not all(served(backends)):  # each keeps a connection
+            assert (await ask(gateway, CHAT)).complete
+
+        async def fickle(wire: HttpWire, request: Message) -> None:
+            await (engine(wire, request) if wire.received.count(b"HTTP/1.1\r\n") == 1 else s.vanish(wire, request))
+
+        async def broken(wire: HttpWire, request: Message) -> None:
+            first.script, second.script = (dies(*events(WORDS)[:4]), fickle) if wire in first.connections else (
+                fickle, dies(*events(WORDS)[:4]))  # whoever has the stream dies under it
+            await (first if wire in first.connections else second).script(wire, request)
+
+        first.script = second.script = broken
+        answer = await ask(gateway, CHAT)
+        assert (answer.complete, text_of(answer.body)) == (True, "".join(WORDS))
+        await at_rest(gateway)
+
+
 ABORTED = s.event({"id": "x", "choices": [{"index": 0, "delta": {"content": "lost"}, "finish_reason": "abort"}]})
 BROKEN = s.event({"error": {"message": "boom", "type": "E", "param": None, "code": 500}})
 DEATHS = [
