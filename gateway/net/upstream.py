@@ -370,6 +370,10 @@ class ConnectionPool:
         self.closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()
+        self.drop_idle()
+
+    def drop_idle(self) -> None:
+        """Close those that are kept: nobody will come for them."""
         for connection in list(self._idle):
             connection.drop()
 

@@ -309,6 +309,26 @@ async def test_a_trial_that_was_none_is_given_to_another(start_gateway: Start, m
         await reached(gateway, 2, breaker="closed")
 
 
+@pytest.mark.parametrize("how", ["ill", "asleep", "no metrics", "hangs"])
+async def test_probes_leave_nothing_open(start_gateway: Start, how: str) -> None:
+    """A connection is kept for the page that follows; where none does, it is closed, whatever `pool.idle` says."""
+    async with fleet(2) as backends:
+        probes = backends[0].probes
+        if how == "asleep":
+            probes["/metrics"] = s.reply(200, b'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 0.0\n', ())
+        elif how == "ill":
+            probes["/health"] = probe_status(503)
+        elif how == "no metrics":
+            probes["/metrics"] = probe_status(404)
+        else:
+            probes["/v1/models"] = s.Held()
+        config = {"health": FAST | {"interval": 0.05}, "pool": {"idle": 60}}
+        gateway = await start_gateway(config=config, backends=urls(backends))
+        await until(lambda: all(b.probed.count("/health") > 8 for b in backends), "some rounds")
+        assert all(len(b.open_connections) <= 2 for b in backends), [b.open_connections for b in backends]
+        gateway.stop()
+
+
 async def test_what_probes_leave_open_is_closed(start_gateway: Start) -> None:
     """A connection that an ill backend's probe has left for others goes with the backend, and with the gateway."""
     async with fleet(3) as backends:
