@@ -46,9 +46,8 @@ async def race(attempts: Attempts, call: Call, attempt: Attempt, after: float, t
             return _response(await task)
         running[_start(attempts, attempt, hedge)] = hedge
         winner, response = await _first(attempts, call, running)
-        late = call.lease.backend if call.lease is not None and winner is hedge and wins(response) else None
-        if late is not None:
-            late.penalty.failed(time.monotonic())  # for its lateness: it is asked a little less for some seconds
+        if call.lease is not None and call in running.values():  # it has not said anything yet
+            call.lease.backend.penalty.failed(time.monotonic())  # for its lateness: it is asked a little less for some seconds
         attempts.observer.hedged(call.exchange, "won" if winner is hedge else "lost")
         if winner is hedge:
             _take_over(call, hedge)
