@@ -201,10 +201,11 @@ def read_file(path: Path, environ: Mapping[str, str] = os.environ) -> list[Backe
     supported = {f"backends.{key}": values for key, values in NOT_YET.items()}
     reader = Reader(complaints, environ, path.absolute().parent, supported)
     backends: list[BackendConfig] = []
+    seen: set[tuple[str, str]] = set()
     for index, node in enumerate(root.value):
         where = f"backends[{index}]"
         if isinstance(node.value, dict) and "targets" in node.value:
-            backends += _of_group(reader, node, where)
+            backends += _of_group(reader, node, where, seen)
         else:
             backends.append(reader.read(BackendConfig, node, where))
     complaints.raise_if_any()
@@ -215,17 +216,21 @@ def read_file(path: Path, environ: Mapping[str, str] = os.environ) -> list[Backe
     return backends
 
 
-def _of_group(reader: Reader, node: Node, path: str) -> list[Any]:
+def _of_group(reader: Reader, node: Node, path: str, seen: set[tuple[str, str]]) -> list[Any]:
+    """Its targets, but for those that have been `seen`: a target that several groups list alike is one, as for Prometheus."""
     group = reader.read(_Group, node, path)
     if not isinstance(group, _Group):
         return []
     scheme = group.labels.get("__scheme__", "http")
     role = {"role": node.value["labels"].value["role"]} if "role" in group.labels else {}
-    urls = [
-        Node({"url": Node(f"{scheme}://{target}", item.origin, literal=True), **role}, item.origin)
-        for target, item in zip(group.targets, node.value["targets"].value, strict=False)
-    ]
-    return [reader.read(BackendConfig, url, join(f"{path}.targets", index)) for index, url in enumerate(urls)]
+    found = []
+    for index, (target, item) in enumerate(zip(group.targets, node.value["targets"].value, strict=False)):
+        url = f"{scheme}://{target}"
+        if (url, str(group.labels.get("role"))) not in seen:
+            seen.add((url, str(group.labels.get("role"))))
+            backend = Node({"url": Node(url, item.origin, literal=True), **role}, item.origin)
+            found.append(reader.read(BackendConfig, backend, join(f"{path}.targets", index)))
+    return found
 
 
 def read_body(value: object, origin: str) -> BackendConfig:

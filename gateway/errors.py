@@ -58,6 +58,11 @@ class UpstreamFailed(Refusal):
         super().__init__(code, message)
         self.unsent = unsent
 
+    @property
+    def crossed(self) -> bool:
+        """The backend had given the connection up before the request came: on another one it may be sent again at once."""
+        return self.unsent and self.code == "stale_connection"
+
 
 class EngineRefused(GatewayError):
     """The backend's stream began with an error, and nothing of it has passed: it can be answered as a status.

@@ -382,7 +382,7 @@ $("stream-rows").addEventListener("click", (event) => {
   if (event.target.matches("button")) ask(event.target.closest("tr").item);
 });
 
-const STATES = { up: "good", unknown: "soft", ejected: "warn", down: "bad" };
+const STATES = { up: "good", unknown: "soft", ejected: "warn", trial: "warn", down: "bad" };
 let busiest = 1; // in flight on the busiest backend: the full width of a bar without a limit
 
 const backendRows = new Rows(

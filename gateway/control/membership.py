@@ -245,16 +245,17 @@ def _entry(listed: Listed, known: Entry | None, settings: Settings, contexts: di
 
 def described(entry: Entry) -> dict[str, Any]:
     """For people: /-/backends, and the live page."""
-    b = entry.backend
+    b, now = entry.backend, time.monotonic()
     return {
         "name": b.name,
         "url": b.url,
         "address": entry.member.place.address,
         "source": entry.source,
         "role": b.role,
-        "state": b.state_at(time.monotonic()),
+        "state": b.state_at(now),
         "health": b.health.value,
-        "breaker": b.breaker.state.value,
+        "breaker": b.breaker.state_at(now).value,
+        "penalty": round(b.penalty.at(now), 2),
         "in_flight": b.in_flight,
         "max_in_flight": b.max_in_flight,
         "weight": b.weight,

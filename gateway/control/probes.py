@@ -115,7 +115,7 @@ class Probes:
             models_due = began >= next_models
             seen_by_scrapes = backend.engine is not None and backend.engine.asleep is not None and not backend.asleep
             sleep_due = began >= next_sleep and not seen_by_scrapes  # they look at no backend that is asleep
-            well, connected = await self._is_well(target, more=models_due or sleep_due)
+            well, connected = await self._is_well(target, more=sleep_due or (models_due and not backend.asleep))
             if well is not None and backend.probed(well, settings.thresholds, time.monotonic(), connected):
                 level = logging.INFO if backend.health is Health.UP else logging.WARNING
                 last = ", and asked where no other can be (health.panic)" if backend.last_resort else ""
@@ -126,6 +126,7 @@ class Probes:
             if well and not backend.asleep and models_due:
                 next_models = began + (max(settings.models_interval, TOLD) if backend.told else settings.models_interval)
                 await self._learn_models(target)
+            target.connections.drop_idle()  # left for a page that did not follow, for what the one before it said
             await asyncio.sleep(max(pause - (time.monotonic() - began), 0.05))
             pause = settings.interval
 

@@ -34,7 +34,7 @@ class Health(enum.StrEnum):
 
 # Looked up once: see core.head.
 _UNKNOWN, _UP, _DOWN = Health
-_CLOSED, _HALF_OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN
+_CLOSED, _OPEN, _HALF_OPEN = BreakerState
 
 
 class HealthSettings(NamedTuple):
@@ -133,15 +133,11 @@ class Backend:
         )
 
     @property
-    def state(self) -> str:
-        """One word for people and metrics."""
+    def standing(self) -> str:
+        """One word for why it is not routable; or what is known of its health."""
         if self.draining:
             return "draining"
-        if self.health is _DOWN:
-            return "down"
-        if self.asleep:
-            return "asleep"
-        return "ejected" if self.breaker.state is not BreakerState.CLOSED else self.health.value
+        return "asleep" if self.asleep and self.health is not _DOWN else self.health.value
 
     @property
     def heard_of(self) -> bool:
@@ -149,9 +145,14 @@ class Backend:
         return self.models is not None or self._probes < 0
 
     def state_at(self, now: float) -> str:
-        """The same, and where it is in service, why it is given less just now."""
-        reason = self.caution.reason(now) if self.routable and self.breaker.state is BreakerState.CLOSED else None
-        return self.state if reason is None else reason.value
+        """One word for people and metrics: the same, or where it is routable, why it is given less just now."""
+        breaker = self.breaker.state_at(now)
+        if not self.routable:
+            return self.standing
+        if breaker is not _CLOSED:
+            return "ejected" if breaker is _OPEN else "trial"
+        reason = self.caution.reason(now)
+        return self.standing if reason is None else reason.value
 
     def probed(self, well: bool, settings: HealthSettings, now: float = 0.0, connected: bool = False) -> bool:
         """Take in a probe's result; returns whether it changed what the backend can be asked for. `connected`: a connection was
@@ -200,7 +201,7 @@ class Backend:
         """An exchange failed, by the backend's fault."""
         self.breaker.failed(now)
         self.penalty.failed(now)
-        if self.breaker.state is BreakerState.OPEN:
+        if self.breaker.state is _OPEN:
             self.penalty.value = 0.0  # it gets nothing, and then one trial
 
     def answered(self, status: int, now: float) -> None:
@@ -239,7 +240,7 @@ class Backend:
         return self.in_flight > 0 or self.holds > 0
 
     def __repr__(self) -> str:
-        return f"<Backend {self.name} {self.state} in_flight={self.in_flight}>"
+        return f"<Backend {self.name} {self.standing} in_flight={self.in_flight}>"
 
 
 class Lease:

@@ -53,9 +53,14 @@ class Breaker:
             while self._failed_at and now - self._failed_at[0] > self.settings.window:
                 self._failed_at.popleft()
             return True
-        if self.state is _OPEN and now - self._opened_at >= self.settings.open:
+        if self.state is not self.state_at(now):
             self.state, self._trial = _HALF_OPEN, 0
         return self.state is _HALF_OPEN and not self._trial
+
+    def state_at(self, now: float) -> State:
+        """The same for whoever only looks: nothing need be asked for, for time to be noticed."""
+        due = self.state is _OPEN and now - self._opened_at >= self.settings.open
+        return _HALF_OPEN if due else self.state
 
     def sent(self) -> int:
         """A request is to be sent. Returns the number of the trial that it is, to be given to `over`; 0: none."""

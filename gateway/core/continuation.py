@@ -79,8 +79,8 @@ class Continuation(NamedTuple):
         return None if grown is None else splice(self.body, grown + limits)
 
 
-def continuation(path: bytes, body: bytes) -> Continuation | None:
-    """The request, if it is one that may be gone on with."""
+def continuation(path: bytes, body: bytes, *, injected: bool = False) -> Continuation | None:
+    """The request, if it is one that may be gone on with. `injected`: it was not the client that asked for usage."""
     if path not in (CHAT, COMPLETIONS):
         return None
     try:
@@ -103,7 +103,7 @@ def continuation(path: bytes, body: bytes) -> Continuation | None:
     if any(members.get(key) is not None and type(members.get(key)) is not int for key in _LIMITS):
         return None  # a number in a string, or none: the engine's to read
     options = members.get("stream_options")
-    usage = isinstance(options, dict) and options.get("include_usage") is True
+    usage = isinstance(options, dict) and options.get("include_usage") is True and not injected
     unsaid = path == COMPLETIONS and "max_tokens" not in members  # which means 16
     return Continuation(path, body, limited or usage or unsaid, usage)
 

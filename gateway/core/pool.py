@@ -144,5 +144,5 @@ class Pool:
         which = "backend" if model is None else f"backend that serves {model[:128]}"
         if self.asked:
             return Refusal("overloaded", f"every {which} is at its limit (backends[].max_in_flight)", retry_after=1)
-        down = ", ".join(f"{b.name} is {b.state}" for b in self.backends) or "there is none, or all drain"
+        down = ", ".join(f"{b.name} is {b.standing}" for b in self.backends) or "there is none, or all drain"
         return Refusal("no_backend", f"no {which} can be reached: {down}", retry_after=5)

@@ -278,7 +278,8 @@ class Seam:
                     return b""
                 return self._anew(data, chunk)
         if chunk.usage is not None:
-            return self._anew(data, chunk)
+            unknown = not chunk.choices and not self._continuation.usage and self._usage({}, chunk.usage) is None
+            return b"" if unknown else self._anew(data, chunk)
         begin, instead = self._known
         if begin and event.startswith(begin):
             return instead + event[len(begin) :]

@@ -151,6 +151,11 @@ class Attempts:
         backend.answered(response.status, now)
         return True
 
+    def turned_down(self, backend: Backend, response: ResponseHead) -> None:
+        """What an answer says of its backend that is not the client's, or not yet."""
+        self.rest(backend, response)
+        backend.answered(response.status, time.monotonic())
+
     @staticmethod
     def rest(backend: Backend, response: ResponseHead) -> float | None:
         """Seconds that its answer asks for, if it says how many. One that says that it is full is left in peace for so long,
@@ -204,10 +209,18 @@ class Attempts:
         if upload.kept:
             answer = connection.send(octets + upload.held, head.method)
         else:
-            answer = connection.send(octets + body.framed(upload, upload.held), head.method)
+            answer = connection.send(octets + body.framed(upload, upload.held), head.method, whole=False)
             leg.upload = self.tasks.spawn(body.send_rest(call, connection, upload), "upload")
         self._watch.begin(call, now)
-        response = await answer
+        try:
+            response = await answer
+        except UpstreamFailed as failure:
+            if not failure.crossed:
+                raise
+            call.exchange.attempts += 1
+            call.repeated += 1
+            self.observer.retried(call.exchange, failure.code)
+            return await self.attempt(call, leg, head, route, upload, fresh=True, hold=hold)
         exchange.head_received = time.monotonic()
         if (hold or policy.hold) and route.dialect is not None and headers.is_event_stream(response):
             await self._first_event(leg, connection, response, route.dialect)

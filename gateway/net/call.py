@@ -94,6 +94,7 @@ class Call(Leg):
     asked: Upload | None = None  # the request's body, where its stream may be gone on with elsewhere
     repeated = 0  # of its attempts, those that were one made again, whose kept connection proved stale
     hedged = False  # a second attempt has been made beside the first
+    judged = False  # what its answer says of its backend has been taken in already
     relay: Relay | Tunnel | None = None
     paired: Paired | None = None  # the pair of legs that serves it, where it is disaggregated
     receipt = b""  # lines for the client about how it was served

@@ -358,7 +358,7 @@ class Gateway:
         if exchange.outcome is None:
             exchange.end(Outcome.INTERNAL, time.monotonic())
         if call.lease is not None:
-            self._judge(call.lease.backend, exchange)
+            self._judge(call.lease.backend, exchange, call.judged)
             call.lease.release()
         for leg in call.others:
             leg.end()
@@ -369,8 +369,9 @@ class Gateway:
         except Exception:
             log.exception("the exchange %s could not be counted", exchange.request_id)
 
-    def _judge(self, backend: Backend, exchange: Exchange) -> None:
-        """What the whole exchange says of its backend. Attempts that failed have been judged before."""
+    def _judge(self, backend: Backend, exchange: Exchange, judged: bool) -> None:
+        """What the whole exchange says of its backend. Attempts that failed have been judged before. `judged`: so has what
+        this one's answer says."""
         outcome = exchange.outcome
         if not exchange.committed:
             return
@@ -382,7 +383,7 @@ class Gateway:
             self.observer.failed(exchange, outcome.value)
         elif outcome in _BROKEN_OFF:
             backend.answered(500, time.monotonic())  # as if it had said so in the head
-        elif outcome not in _SAYS_NOTHING:
+        elif outcome not in _SAYS_NOTHING and not judged:
             backend.answered(exchange.status or 0, time.monotonic())
 
     # the gateway's own page -------------------------------------------------------------------------------------------

@@ -46,9 +46,8 @@ async def race(attempts: Attempts, call: Call, attempt: Attempt, after: float, t
             return _response(await task)
         running[_start(attempts, attempt, hedge)] = hedge
         winner, response = await _first(attempts, call, running)
-        late = call.lease.backend if call.lease is not None and winner is hedge else None
-        if late is not None:
-            late.penalty.failed(time.monotonic())  # for its lateness: it is asked a little less for some seconds
+        if call.lease is not None and call in running.values():  # it has not said anything yet
+            call.lease.backend.penalty.failed(time.monotonic())  # for its lateness: it is asked a little less for some seconds
         attempts.observer.hedged(call.exchange, "won" if winner is hedge else "lost")
         if winner is hedge:
             _take_over(call, hedge)
@@ -96,7 +95,8 @@ def _second(attempts: Attempts, call: Call, tried: Sequence[Backend]) -> Leg | N
 
 
 async def _first(attempts: Attempts, call: Call, running: dict[asyncio.Task[Said], Leg]) -> tuple[Leg, ResponseHead]:
-    """Who wins, and what it answered. Raises what the two failures come to."""
+    """Who wins, and what it answered; or who was the first to be full or broken, where nobody wins. Raises what the two
+    failures come to."""
     failed: list[tuple[Failure, str | None]] = []
     spare: tuple[Leg, ResponseHead] | None = None
     while running:
@@ -107,7 +107,7 @@ async def _first(attempts: Attempts, call: Call, running: dict[asyncio.Task[Said
                 if wins(answer):
                     return leg, answer
                 if leg.lease is not None:
-                    attempts.rest(leg.lease.backend, answer)
+                    attempts.turned_down(leg.lease.backend, answer)
                 spare = spare or (leg, answer)
             elif isinstance(answer, (UpstreamFailed, EngineRefused)):
                 failed.append((answer, leg.exchange.backend))
@@ -120,6 +120,7 @@ async def _first(attempts: Attempts, call: Call, running: dict[asyncio.Task[Said
             else:  # of the whole exchange: its time is over
                 raise answer
     if spare is not None:
+        call.judged = True
         return spare
     worst = functools.reduce(better, [failure for failure, _ in failed])
     call.exchange.backend = next(backend for failure, backend in failed if failure is worst)

@@ -3,6 +3,9 @@
 The stream is read by a `core.seam.Seam`, which knows what another backend must be asked for. When the backend leaves it, the
 relay does not end: it waits, while this coroutine makes another attempt, and goes on with that one's answer. The client sees a
 longer gap between two events. Where nobody goes on, all ends as it would have without.
+
+The first attempt to go on after a break takes nothing from the budget of second tries: who is cut off comes back with a request
+for the whole answer, and costs more. Any other after the same break does, as by then more than one backend fails.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ def seam(call: Call, response: ResponseHead) -> Seam | None:
     assert route is not None
     if not is_fit(response) or head is None or not head.minor:
         return None
-    wanted = continuation(route.path, upload.held)  # as it was sent: an alias may have changed it
+    # as it was sent: an alias may have changed it
+    wanted = continuation(route.path, upload.held, injected=call.usage_asked)
     if wanted is None:
         return None
     return Seam(wanted) if call.paired is None else RecomputedSeam(wanted)
@@ -145,12 +149,16 @@ async def ended(attempts: Attempts, call: Call, relay: SeamedRelay) -> None:
     left = call.policy.migrations.get(call.exchange.model or "", 0)
     tried = [call.lease.backend]
     while (why := await relay.left) is not None:
-        found = None
+        found, again = None, False
         while left and found is None and not relay.done.done() and (wanted := relay.wanted) is not None:
+            if again and not attempts.retries.solvent:
+                break
             leg = _leg(attempts, call, tried)
             if leg is None:
                 break
-            left -= 1
+            if again:
+                attempts.retries.spend()
+            left, again = left - 1, True
             found = await _asked(attempts, call, relay, leg, Upload(wanted, len(wanted)))
         if relay.done.done():  # its time is over, or somebody has ended it
             break
@@ -178,7 +186,9 @@ async def _asked(attempts: Attempts, call: Call, relay: SeamedRelay, leg: Leg, u
     """The leg, once its answer has begun; None where it does not, or where the relay has ended meanwhile."""
     head, route = call.request.head, call.route
     assert head is not None and route is not None
-    task = attempts.tasks.spawn(said(attempts.attempt(call, leg, head, route, upload, hold=True)), "a migration")
+    # on a fresh connection: a kept one that proved stale would end the stream
+    attempt = attempts.attempt(call, leg, head, route, upload, fresh=True, hold=True)
+    task = attempts.tasks.spawn(said(attempt), "a migration")
     found: Leg | None = None
     try:
         await asyncio.wait((task, relay.done), return_when=asyncio.FIRST_COMPLETED)
@@ -186,8 +196,8 @@ async def _asked(attempts: Attempts, call: Call, relay: SeamedRelay, leg: Leg, u
             answer = task.result()
             if isinstance(answer, ResponseHead):
                 found = leg if is_fit(answer) else None
-                if leg.lease is not None:
-                    attempts.rest(leg.lease.backend, answer)
+                if found is None and leg.lease is not None:
+                    attempts.turned_down(leg.lease.backend, answer)
             elif isinstance(answer, (UpstreamFailed, EngineRefused)):
                 attempts.failed(leg, answer)
         return found

@@ -1,4 +1,6 @@
-"""A backend's refusal that is kept while another backend is asked: where that fails, the client gets it after all."""
+"""A backend's refusal that is kept while another backend is asked: where that fails, the client gets it after all.
+
+What it says of its backend has been taken in when it was put off, and is not taken in once more."""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class PutOff(NamedTuple):
         if call.lease is not None:
             call.lease.release()
         now = call.exchange.head_received = time.monotonic()
-        call.lease = self.backend.lease(now=now)
+        call.lease, call.judged = self.backend.lease(now=now), True
         call.exchange.backend, call.connection = self.backend.name, self.connection
         watch.begin(call, now)
         return self.response

@@ -91,6 +91,7 @@ class Connection(Lane):
         self._answered = False  # some octet has come since the request was sent
         self._sent = 0  # octets of it
         self._unseen = False  # the backend ended the connection before an octet of it had come there
+        self._whole = True  # all of the request has been sent, and the backend has not said that it reads it
         self.pending = b""  # of the body, until somebody relays it
         self.closes = False  # the backend means to end the connection behind this response
         self.ended_well = False  # the peer's end came as an end, not as a reset (while the body was pending)
@@ -158,12 +159,16 @@ class Connection(Lane):
                 self._fail(UpstreamFailed("upstream_malformed", f"the backend's response head is malformed: {error}"))
                 return
             received, self._received = received[end + 4 :], b""
+            if head.status == 408 and self.uses > 1 and self._whole and not keeps_alive(head):
+                self._fail(UpstreamFailed("stale_connection", "the backend ended a kept connection with 408", unsent=True))
+                return
             if head.status >= 200 or head.status == 101:
                 self.pending, self.closes = received, not keeps_alive(head)
                 assert self._head is not None
                 self._head.set_result(head)
                 return
             # an interim answer: dropped, which RFC 9110 section 15.2 leaves to a gateway; the final one is still to come
+            self._whole = False
             if not received:
                 return
 
@@ -229,11 +234,15 @@ class Connection(Lane):
 
     # the exchange's side ----------------------------------------------------------------------------------------------
 
-    def send(self, octets: bytes, method: bytes) -> asyncio.Future[ResponseHead]:
-        """Write a request's head, and what there is of its body. The future is the response's head, or UpstreamFailed."""
+    def send(self, octets: bytes, method: bytes, *, whole: bool = True) -> asyncio.Future[ResponseHead]:
+        """Write a request's head, and what there is of its body. The future is the response's head, or UpstreamFailed.
+
+        `whole`: that is all. Then 408 on a kept connection is no answer to it: the backend had waited long enough for a
+        request, and this one has crossed its word on the way (RFC 9110 section 15.5.9). To half a body it would be one.
+        """
         self.uses += 1
         self._method, self._received, self.pending, self.ended_well = method, b"", b"", False
-        self._answered, self._unseen, self._sent = False, False, len(octets)
+        self._answered, self._unseen, self._sent, self._whole = False, False, len(octets), whole
         self._head = self._loop.create_future()
         self.transport.write(octets)
         return self._head
@@ -372,6 +381,10 @@ class ConnectionPool:
         self.closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()
+        self.drop_idle()
+
+    def drop_idle(self) -> None:
+        """Close those that are kept: nobody will come for them."""
         for connection in list(self._idle):
             connection.drop()
 

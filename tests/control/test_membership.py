@@ -47,7 +47,7 @@ class House:
 
     @property
     def states(self) -> dict[str, str]:
-        return {e.member.name: e.backend.state for e in self.membership.everyone}
+        return {e.member.name: e.backend.standing for e in self.membership.everyone}
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ async def test_another_place_is_another_backend(house: House) -> None:
     house.configure(member("a", "http://elsewhere:1"))
     assert house["a"].backend is not before.backend
     assert before.connections.closed
-    assert [(e.backend.url, e.backend.state) for e in house.membership.everyone] == [
+    assert [(e.backend.url, e.backend.standing) for e in house.membership.everyone] == [
         ("http://elsewhere:1", "unknown"),
         ("http://a:8000", "draining"),
     ]

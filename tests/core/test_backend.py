@@ -8,6 +8,7 @@ import random
 import pytest
 
 from gateway.core.backend import Backend, Health, HealthSettings
+from gateway.core.breaker import State
 
 SETTINGS = HealthSettings(fail=3, pass_=2)
 U, UP, D = Health.UNKNOWN, Health.UP, Health.DOWN
@@ -64,15 +65,17 @@ def test_thresholds_of_a_reload_hold_from_the_next_probe() -> None:
 
 
 def test_state_is_one_word() -> None:
-    """Down outranks ejected, and ejected outranks up."""
+    """Down outranks ejected, and ejected outranks up. That its breaker would let a trial through is seen by time alone."""
     found = run("+")
-    assert found.state == "up"
+    assert found.state_at(0.0) == "up"
     for _ in range(5):
         found.breaker.failed(0.0)
-    assert found.state == "ejected"
+    assert found.state_at(0.0) == found.state_at(9.9) == "ejected"
+    assert found.state_at(10.0) == "trial"
+    assert found.breaker.state is State.OPEN  # who looks changes nothing
     for _ in range(3):
         found.probed(False, SETTINGS)
-    assert found.state == "down"
+    assert found.state_at(10.0) == found.standing == "down"
     assert not found.routable
 
 

@@ -94,6 +94,22 @@ def test_least_loaded_of_a_large_uneven_fleet() -> None:
     assert all(counts[b.name] == 100 * b.weight for b in fleet), counts
 
 
+@pytest.mark.parametrize("weights", [(1, 1, 1, 1), (2, 1, 1, 2)])
+def test_a_second_try_is_a_turn(weights: tuple[int, ...]) -> None:
+    """In turn: one of them fails all that it is given, and the others serve what they would without it, by their weights."""
+    found, served = backends(*weights), Counter[str]()
+    picks = Picks(Pool(found, "round_robin"))
+    for _ in range(600):
+        lease = picks.pick()
+        lease.release()
+        if lease.backend is found[0]:
+            lease = picks.pick(tried=found[:1])
+            lease.release()
+        served[lease.backend.name] += 1
+    share = 600 / sum(weights[1:])
+    assert all(abs(served[one.name] - share * one.weight) <= 0.1 * share for one in found[1:]), served
+
+
 def test_round_robin_by_weight_is_evenly_spread() -> None:
     """nginx's order for weights 5, 1, 1: the heavy one is never picked seven times on end."""
     pool = Pool(backends(5, 1, 1), "round_robin")

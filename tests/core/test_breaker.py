@@ -80,6 +80,17 @@ def test_table(given_: str, what: str) -> None:
     assert breaker.allows(NOW) is bool(allows)
 
 
+@pytest.mark.parametrize("given_", MAKE)
+def test_who_looks_changes_nothing(given_: str) -> None:
+    """`state_at` says what state it would be found in, and leaves it as it was."""
+    breaker = MAKE[given_]()
+    before, shown = breaker.state, breaker.state_at(NOW)
+    assert breaker.state is before
+    breaker.allows(NOW)
+    assert breaker.state is shown
+    assert (before is shown) is (given_ != "due")
+
+
 def test_failures_must_fall_within_the_window() -> None:
     """Three failures open it only if the first is at most `window` seconds old."""
     breaker = closed()

@@ -240,18 +240,21 @@ async def test_prefill_says_it_twice(start_gateway: Start) -> None:
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-@pytest.mark.parametrize("how", ["fin", "reset"])
+@pytest.mark.parametrize("how", ["fin", "reset", "408"])
 async def test_a_kept_connection_is_stale(start_gateway: Start, side: str, how: str) -> None:
-    """The engine closes it with the next request on its way: that is no failure, also where one attempt is all there is."""
+    """The engine closes it with the next request on its way: that is no failure, also where one attempt is all there is. Where
+    it says 408 first, it has read nothing: what prefill holds is not computed anew."""
     async with engines() as ((p,), (d,), ledger):
         engine = p if side == "prefill" else d
         good = engine.script
         assert good is not None
         gateway = await start_gateway(config=config([p], [d], retry={"attempts": 1}))
         assert (await gateway.ask()).status == 200
-        engine.script = s.in_turn(s.raw(then=how), good)
+        word = s.head(408, [("connection", "close"), ("content-length", "0")])
+        engine.script = s.in_turn(s.raw(word, then="fin") if how == "408" else s.raw(then=how), good)
         answer = await gateway.ask()
         assert (answer.status, answer.body) == (200, b"".join(OUTPUT))
+        assert how != "408" or (len(p.requests), len(d.requests)) == ((3, 2) if side == "prefill" else (2, 3))
         await at_rest(gateway, ledger, p, d)
 
 

@@ -184,7 +184,9 @@ async def test_breaker_opens_tries_and_closes(start_gateway: Start) -> None:
         before = len(ill.requests)
         assert {(await gateway.ask()).status for _ in range(6)} == {200}
         assert len(ill.requests) == before
-        await asyncio.sleep(0.5)
+        await reached(gateway, 1, state="trial", breaker="half_open")  # said by time alone: nothing has been asked
+        assert await gateway.metric("tokenpipe_backend_state", state="trial") == 1
+        assert await gateway.metric("tokenpipe_backend_state", state="ejected") == 0
         statuses = [(await gateway.ask()).status for _ in range(6)]
         assert sorted(statuses) == [200] * 5 + [502]  # the one trial
         ill.script = s.reply()
@@ -294,7 +296,7 @@ async def test_a_trial_that_was_none_is_given_to_another(start_gateway: Start, m
         other.script = s.vanish
         for _ in range(8):
             await gateway.ask()
-        await reached(gateway, 1, state="ejected")
+        await reached(gateway, 1, breaker="closed")
         other.script = s.reply()
         await asyncio.sleep(0.4)
         one.script = s.vanish
@@ -305,6 +307,26 @@ async def test_a_trial_that_was_none_is_given_to_another(start_gateway: Start, m
             while len(other.requests) < count + 3:
                 await gateway.ask()
         await reached(gateway, 2, breaker="closed")
+
+
+@pytest.mark.parametrize("how", ["ill", "asleep", "no metrics", "hangs"])
+async def test_probes_leave_nothing_open(start_gateway: Start, how: str) -> None:
+    """A connection is kept for the page that follows; where none does, it is closed, whatever `pool.idle` says."""
+    async with fleet(2) as backends:
+        probes = backends[0].probes
+        if how == "asleep":
+            probes["/metrics"] = s.reply(200, b'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 0.0\n', ())
+        elif how == "ill":
+            probes["/health"] = probe_status(503)
+        elif how == "no metrics":
+            probes["/metrics"] = probe_status(404)
+        else:
+            probes["/v1/models"] = s.Held()
+        config = {"health": FAST | {"interval": 0.05}, "pool": {"idle": 60}}
+        gateway = await start_gateway(config=config, backends=urls(backends))
+        await until(lambda: all(b.probed.count("/health") > 8 for b in backends), "some rounds")
+        assert all(len(b.open_connections) <= 2 for b in backends), [b.open_connections for b in backends]
+        gateway.stop()
 
 
 async def test_what_probes_leave_open_is_closed(start_gateway: Start) -> None:

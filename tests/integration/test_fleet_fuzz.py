@@ -87,8 +87,12 @@ class Engine:
     async def __call__(self, wire: HttpWire, request: Message) -> None:
         dice, asked = self.dice, json.loads(request.body)
         request_id = request.get("x-request-id") or ""
-        self.asked[request_id] += 1
         fate = 1.0 if self.calm else dice.random()
+        if 0.20 <= fate < 0.23 and wire.received.count(b"POST /v1") > 1:  # it had given up waiting: it has seen no request
+            await wire.send(s.head(408, [("connection", "close"), ("content-length", "0")]))
+            wire.fin()
+            return
+        self.asked[request_id] += 1
         if fate < 0.06:
             status = dice.choice((429, 503))
             fields = [s.JSON_TYPE, ("retry-after", dice.choice("0001"))]
@@ -357,6 +361,7 @@ async def test_a_fleet_in_disorder(start_gateway: Start) -> None:
         assert clients.whole.keys() <= logged.keys()
         assert samples.value("tokenpipe_requests_total") == len(logged)
         assert outcomes["internal"] == 0
+        assert {answer.status for answer in clients.whole.values()}.isdisjoint({408})
 
         # nobody is asked more often than it may be
         for request_id in clients.sent:

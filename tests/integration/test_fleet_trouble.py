@@ -63,7 +63,7 @@ async def test_a_trial_that_goes_on_keeps_nobody_out(start_gateway: Start) -> No
         first.script = s.vanish
         while not first.requests:
             await gateway.ask()
-        await reached(gateway, 1, state="ejected")
+        await reached(gateway, 1, breaker="closed")
         held = first.script = s.Held(s.SSE_HEAD + s.chunk(s.delta("a")))
         await asyncio.sleep(0.3)
         trial = None

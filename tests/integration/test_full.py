@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.integration.test_fleet import SLOW, fleet, states, urls
+from tests.integration.test_fleet import SLOW, fleet, reached, states, urls
 from tests.support import script as s
 from tests.support.gateway import Gateway, until
+from tests.support.messages import HttpWire, Message
 
 Start = Callable[..., Awaitable[Gateway]]
 FULL = {"health": SLOW, "balance": "round_robin", "breaker": {"failures": 1}}
@@ -100,4 +101,36 @@ async def test_a_client_that_leaves_in_the_pause(start_gateway: Start) -> None:
             await asyncio.sleep(number * 0.01)
             client.reset()
         await gateway.idle()
+        assert {b["in_flight"] for b in await states(gateway)} == {0}
+
+
+def late(script: s.Script) -> s.Script:
+    async def answers(wire: HttpWire, request: Message) -> None:
+        await asyncio.sleep(0.3)
+        await script(wire, request)
+
+    return answers
+
+
+async def penalties(gateway: Gateway) -> list[float]:
+    return [b["penalty"] for b in await states(gateway)]
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("hedged", [False, True])
+async def test_an_answer_that_is_put_off_counts_once(start_gateway: Start, status: int, hedged: bool) -> None:
+    """Whether or not it is the client's in the end: one failure is a penalty of one request, and two would be one of three."""
+    async with fleet(2, refuse(status, "0")) as backends:
+        rule = {"models": {"m": {"hedge": {"after": 0.05, "unstreamed": 0.05}}}} if hedged else {}
+        gateway = await start_gateway(config=FULL | rule, backends=urls(backends))
+        await reached(gateway, 2, health="up")
+        if hedged:
+            backends[0].script = backends[1].script = late(refuse(status, "0"))
+        else:
+            backends[1].close_listener()
+        answer = await gateway.ask()
+        assert (answer.status, answer.body) == (status, BODY)
+        await gateway.idle()
+        found = await penalties(gateway)
+        assert 0.25 < found[0] <= 1 and (0.25 < found[1] <= 1 if hedged else True), found
         assert {b["in_flight"] for b in await states(gateway)} == {0}

@@ -87,6 +87,26 @@ async def test_the_first_wins_after_all(start_gateway: Start, streamed: bool) ->
         assert line["backend"] == f"127.0.0.1:{backends[0].port}"
 
 
+async def test_who_is_full_and_overtaken_is_blamed_once(start_gateway: Start) -> None:
+    """The first one says that it is full while the hedge is under way, which wins: it was not late, too."""
+    async with fleet(2) as backends:
+        go_on = asyncio.Event()
+        first, hedge = backends
+        first.script = behind(go_on, s.reply(429, b"{}", [s.JSON_TYPE, ("retry-after", "20")]))
+        said = asyncio.Event()
+        hedge.script = behind(said, s.stream(*OUTPUT))
+        gateway = await start(start_gateway, backends)
+        asked = asyncio.create_task(gateway.ask())
+        await until(lambda: len(hedge.requests) == 1, "the hedge")
+        go_on.set()
+        await reached(gateway, 1, state="busy")
+        said.set()
+        assert (await asked).status == 200
+        await at_rest(gateway)
+        found = await states(gateway)
+        assert 0 < found[0]["penalty"] <= 1, found
+
+
 async def test_a_hedge_that_is_turned_away_leaves_its_backend_in_peace(start_gateway: Start) -> None:
     """It says that it is full: that counts also where the first one's answer is taken."""
     async with fleet(2) as backends:

@@ -392,3 +392,96 @@ async def test_a_client_that_closes_between_requests(gateway: Gateway, upstream:
     for number in range(40):
         (entry,) = await gateway.logged(request_id=f"z{number}")
         assert entry["outcome"] == "complete"
+
+
+TIMED_OUT = b"HTTP/1.0 408 Request Time-out\r\nConnection: close\r\nContent-Type: text/html\r\n\r\n<html/>"
+CLOSES = s.head(408, [("connection", "close"), ("content-length", "0")], "Request Timeout")
+
+
+class Impatient:
+    """Answers one request a connection, and the next one, at which it has not looked, with 408 and its end; `always`: the first
+    one, too. `before`: what it says of that request before."""
+
+    def __init__(self, word: bytes, *, always: bool = False, then: s.Script = plain, before: bytes = b"") -> None:
+        self.word, self.always, self.then, self.before = word, always, then, before
+
+    async def __call__(self, wire: HttpWire, request: Message) -> None:
+        if self.always or wire.received.count(b"HTTP/1.1\r\n") > 1:
+            await wire.send(self.before + self.word)
+            wire.fin()
+        else:
+            await self.then(wire, request)
+
+
+class TestTimedOut:
+    """408 on an idle connection crosses our request (RFC 9110 section 15.5.9): HAProxy and others send it."""
+
+    @pytest.mark.parametrize("word", [TIMED_OUT, CLOSES], ids=["haproxy", "http/1.1"])
+    @pytest.mark.parametrize("method", ["GET", "POST"])
+    @pytest.mark.config({"retry": {"attempts": 1, "budget": 0}})
+    async def test_it_was_meant_for_nobody(self, gateway: Gateway, upstream: RawUpstream, method: str, word: bytes) -> None:
+        """The request is sent once more on a fresh connection, a POST, too, and nobody's second try is spent."""
+        upstream.script = Impatient(word)
+        client, before = await gateway.connect(), await gateway.metric("tokenpipe_retries_total")
+        for number in range(120):  # more than the budget has in hand
+            await right(client, f"{method}-{number}", method)
+        client.fin()
+        counts = [sum(r.get("x-request-id") == f"{method}-{n}" for r in upstream.requests) for n in range(120)]
+        assert set(counts) == {1, 2}
+        assert await gateway.metric("tokenpipe_retries_total", reason="stale_connection") == before + counts.count(2)
+        assert await gateway.metric("tokenpipe_backend_failures_total") == 0
+        *_, entry = await gateway.logged(request_id=f"{method}-1")
+        assert (entry["attempts"], entry["status"]) == (2, 200)
+
+    @pytest.mark.config({"models": {"m": {"hedge": {"after": 60, "unstreamed": 60}}}, "commit": "first_event"})
+    async def test_in_a_race(self, gateway: Gateway, upstream: RawUpstream) -> None:
+        """Where a second backend may be asked beside it, too."""
+        upstream.script = Impatient(TIMED_OUT)
+        client = await gateway.connect()
+        for number in range(3):
+            await right(client, f"r{number}")
+        client.fin()
+
+    @pytest.mark.parametrize("why", ["fresh", "keeps", "continues", "another"])
+    async def test_it_was_meant_for_us(self, gateway: Gateway, upstream: RawUpstream, why: str) -> None:
+        """On a fresh connection, on one that goes on, after a word that the request is read, and any other status."""
+        keeps = s.head(408, [("content-length", "0")])
+        word = {"keeps": keeps, "another": CLOSES.replace(b"408", b"503")}.get(why, CLOSES)
+        before = b"HTTP/1.1 100 Continue\r\n\r\n" if why == "continues" else b""
+        upstream.script = Impatient(word, always=why == "fresh", before=before)
+        client = await gateway.connect()
+        if why != "fresh":
+            await right(client, "0")
+        answer = await client.ask(numbered("1"))
+        assert answer.status == (503 if why == "another" else 408)
+        assert sum(r.get("x-request-id") == "1" for r in upstream.requests) == 1
+        client.fin()
+
+    async def test_once_more_is_once(self, gateway: Gateway, upstream: RawUpstream) -> None:
+        """What the fresh connection answers is the answer."""
+        upstream.script = Impatient(CLOSES)
+        client = await gateway.connect()
+        await right(client, "0")
+        upstream.script = Impatient(CLOSES, always=True)
+        assert (await client.ask(numbered("1"))).status == 408
+        assert sum(r.get("x-request-id") == "1" for r in upstream.requests) == 2
+        client.fin()
+
+    async def test_half_a_body_gets_it(self, gateway: Gateway, upstream: RawUpstream) -> None:
+        """Of a body that is under way the backend may well have seen too little: its answer is the client's."""
+
+        async def serve(wire: HttpWire) -> None:
+            await wire.send(echo(await wire.read_request()))
+            if not (await wire.read_request(body=False)).path.endswith("transcriptions"):
+                return
+            await wire.send(CLOSES)
+            wire.fin()
+
+        upstream.on_connect = serve
+        client = await gateway.connect()
+        await right(client, "0")
+        whole = s.post(b"x" * 300_000, "/v1/audio/transcriptions").replace(b"application/json", b"audio/wav")
+        await client.send(whole[:150_000])
+        answer = await client.read_response()
+        assert answer.status == 408
+        client.reset()

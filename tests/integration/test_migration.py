@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gateway.core.retry import RESERVE
 from tests.integration.test_fleet import SLOW, fleet, served, states, urls
 from tests.support import script as s
 from tests.support.client import RawClient
@@ -140,6 +141,30 @@ async def test_a_backend_that_died_before_its_first_octet_is_asked_again(start_g
         await at_rest(gateway)
         await asyncio.sleep(0.5)
         assert [b["state"] for b in await states(gateway)] == ["up", "up"]
+
+
+async def test_a_kept_connection_that_is_stale_ends_no_stream(start_gateway: Start) -> None:
+    """Whoever is to go on is asked on a fresh connection: what a kept one is worth may be learnt by others."""
+    async with fleet(2) as backends:
+        first, second = backends
+        engine = Engine()
+        first.script, second.script = engine, engine
+        gateway = await start(start_gateway, backends)
+        while not all(served(backends)):  # each keeps a connection
+            assert (await ask(gateway, CHAT)).complete
+
+        async def fickle(wire: HttpWire, request: Message) -> None:
+            await (engine(wire, request) if wire.received.count(b"HTTP/1.1\r\n") == 1 else s.vanish(wire, request))
+
+        async def broken(wire: HttpWire, request: Message) -> None:
+            first.script, second.script = (dies(*events(WORDS)[:4]), fickle) if wire in first.connections else (
+                fickle, dies(*events(WORDS)[:4]))  # whoever has the stream dies under it
+            await (first if wire in first.connections else second).script(wire, request)
+
+        first.script = second.script = broken
+        answer = await ask(gateway, CHAT)
+        assert (answer.complete, text_of(answer.body)) == (True, "".join(WORDS))
+        await at_rest(gateway)
 
 
 ABORTED = s.event({"id": "x", "choices": [{"index": 0, "delta": {"content": "lost"}, "finish_reason": "abort"}]})
@@ -437,6 +462,59 @@ async def test_usage_that_the_gateway_asked_for(start_gateway: Start) -> None:
         (line,) = await gateway.logged()
         assert (line["prompt_tokens"], line["output_tokens"]) == (PROMPT_TOKENS, len(WORDS))
         await at_rest(gateway)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+async def test_usage_that_the_gateway_asked_for_and_that_is_not_exact(start_gateway: Start, limited: bool) -> None:
+    """As engines say it unless they are asked for more: in the end alone. What the client was not to see holds no stream back,
+    but a limit of its own does; and the second half's number is not taken for that of both."""
+    async with fleet(2) as backends:
+        backends[0].script = dies(*events(WORDS)[:4])
+
+        async def says(wire: HttpWire, request: Message) -> None:
+            assert json.loads(request.body)["stream_options"] == {"include_usage": True}
+            left = events(WORDS[3:], number=2)
+            last = s.event({"id": "chatcmpl-2", "object": "chat.completion.chunk", "created": 2, "model": "m",
+                            "choices": [], "usage": usage(6, 10)})  # fmt: skip
+            await wire.send(s.SSE_HEAD + framed([*left[:-1], last, s.DONE]) + s.LAST)
+
+        backends[1].script = says
+        gateway = await start(start_gateway, backends, usage="inject")
+        client = await gateway.connect()
+        await client.send(s.post({**CHAT, "max_tokens": 64} if limited else CHAT))
+        if limited:
+            await client.wait_closed()
+            assert not backends[1].requests
+        else:
+            answer = await client.read_response()
+            assert (answer.complete, text_of(answer.body)) == (True, "".join(WORDS))
+            assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks_of(answer.body))
+            (line,) = await gateway.logged()
+            assert (line.get("prompt_tokens"), line["output_tokens"], line["outcome"]) == (None, len(WORDS), "complete")
+        client.fin()
+        await at_rest(gateway)
+
+
+async def test_the_budget_bounds_what_an_outage_is_multiplied_by(start_gateway: Start) -> None:
+    """Each stream is asked for elsewhere once, whatever the budget; once more only while that has something in hand."""
+
+    async def ill(wire: HttpWire, request: Message) -> None:
+        if "continue_final_message" in json.loads(request.body):
+            await s.reply(500, b"{}")(wire, request)
+        else:
+            await dies(*events(WORDS)[:4])(wire, request)
+
+    async with fleet(3, ill) as backends:
+        gateway = await start(start_gateway, backends, retry={"budget": 0}, breaker={"failures": 10_000})
+        streams = int(RESERVE) + 10
+        for _ in range(streams):
+            client = await gateway.connect()
+            await client.send(s.post(CHAT))
+            assert b'"content":" of"' in await until_cut(client)
+            client.fin()
+        await at_rest(gateway)
+        asked = sum("continue_final_message" in json.loads(r.body) for b in backends for r in b.requests)
+        assert asked == streams + int(RESERVE)
 
 
 async def test_who_turns_a_migration_away_is_left_in_peace(start_gateway: Start) -> None:

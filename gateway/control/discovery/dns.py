@@ -1,7 +1,8 @@
 """Backends from DNS: every address of a name (A, AAAA), or every target of a service (SRV, RFC 2782).
 
 Each address is a backend of its own, so that connections follow the name: one to an address that has gone is not used
-again. The name goes into Host, and is the one that a certificate must have.
+again. The name goes into Host, and is the one that a certificate must have. Where several names, or targets, lead to one
+address and port, that is one engine, and one backend: known by whichever it was known by before, else by the first.
 
 A and AAAA are one or the other, never both: an engine with two addresses would be counted twice. For the same reason a
 target of SRV records is asked for its A records, and for AAAA only where it has none. Of SRV records only those of the
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Container, Iterable, Mapping
 from typing import NamedTuple, cast
 
 import dns.asyncresolver
@@ -69,18 +70,19 @@ class DnsSource:
 
     async def _look(self) -> Snapshot:
         settings, resolver = self.settings, self._resolver()
-        members: dict[str, Member] = {}
+        members: list[Member] = []
         for name in settings.names:
             if settings.type == "SRV":
-                found = members_of_targets(await _service(resolver, name), settings.common, self._names)
+                members += members_of_targets(await _service(resolver, name), settings.common, self._names)
             else:
                 assert settings.port is not None
-                found = members_of_name(name, settings.port, await _addresses(resolver, name, settings.type), settings.common)
-            members.update((member.name, member) for member in found)
+                found = await _addresses(resolver, name, settings.type)
+                members += members_of_name(name, settings.port, found, settings.common)
+        members = one_an_engine(members, self._names)
         if len(members) > MEMBERS_MOST:
             raise SourceFailed(f"found {len(members)} backends; expected at most {MEMBERS_MOST}")
-        self._names = {member.place: member.name for member in members.values()}
-        return tuple(members.values())
+        self._names = {member.place: member.name for member in members}
+        return tuple(members)
 
     def _resolver(self) -> dns.asyncresolver.Resolver:
         """Made for each look: /etc/resolv.conf may have changed."""
@@ -151,6 +153,17 @@ def members_of_targets(targets: Iterable[Target], common: Common, before: Mappin
             name = kept[address] or (shown if alone else f"{shown}@{address}")
             members.append(_member(name, url, address, weight, common))
     return members
+
+
+def one_an_engine(members: Iterable[Member], before: Container[Place]) -> list[Member]:
+    """Without those that lead where another one does. `before`: places that were known, and stay."""
+    found: dict[tuple[str | None, str], Member] = {}
+    for member in members:
+        place = member.place
+        holder = found.setdefault((place.address, place.url.rpartition(":")[2]), member)
+        if place in before and holder.place not in before:
+            found[place.address, place.url.rpartition(":")[2]] = member
+    return list(found.values())
 
 
 def _member(name: str, url: str, address: str, weight: float, common: Common) -> Member:

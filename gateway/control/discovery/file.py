@@ -88,7 +88,7 @@ class FileSource:
                 members += self._read(Path(path))
             except ConfigError as error:
                 raise SourceFailed(str(error)) from None
-        return tuple(members)
+        return tuple(dict.fromkeys(members))  # what several files say alike is one
 
 
 def _stamp(pattern: str) -> Stamp:

@@ -1,4 +1,9 @@
-"""In turn, by weight, and evenly spread."""
+"""In turn, by weight, and evenly spread.
+
+A turn is an attempt's, not a request's: whoever takes a second try has had its turn, as in nginx (each try picks the next peer
+of the same rotation) and in HAProxy (`option redispatch` asks the balancing anew). So those behind a backend that fails get
+fewer first tries by the second tries that they take for it, and what all of them have to do stays even.
+"""
 
 from __future__ import annotations
 

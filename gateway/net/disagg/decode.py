@@ -47,22 +47,21 @@ async def decode(
         if paired.state is State.QUEUED:
             paired.become(State.PREFILLING)
         paired.become(State.DECODE_WAIT)
-    call.connection = connection
     exchange.phase = Phase.WAIT
     paired.sent = exchange.sent = now
-    answer = paired.answer = connection.send(paired.octets(request, call.connections.origin), b"POST")
-    answer.add_done_callback(heard)
-    means.watch.begin(call, now)
     try:
-        response = await asyncio.shield(answer)
+        connection, response = await _head(means, call, paired, connection, paired.octets(request, call.connections.origin))
         exchange.head_received = time.monotonic()
         if 200 <= response.status < 300:
             await _begun(call, paired, connection, response, begin)
     except UpstreamFailed as failure:
         means.blame(call.exchange, backend, failure)
         raise LegFailed("decode", backend, of_leg("decode", failure)) from None
+    except EngineRefused as refused:
+        means.attempts.failed(call, refused)
+        raise
     if response.status in AGAIN:
-        backend.answered(response.status, time.monotonic())
+        means.attempts.turned_down(backend, response)
         raise LegFailed("decode", backend, response=response)
     now = time.monotonic()
     if 200 <= response.status < 300:
@@ -76,6 +75,25 @@ async def decode(
     if paired.state is State.DECODE_WAIT:
         paired.become(State.STREAMING)
     return response
+
+
+async def _head(
+    means: Means, call: Call, paired: Paired, connection: Connection, octets: bytes
+) -> tuple[Connection, ResponseHead]:
+    """Decode's head, and the connection that it came on. Raises Refusal."""
+    while True:
+        call.connection = connection
+        answer = paired.answer = connection.send(octets, b"POST")
+        answer.add_done_callback(heard)
+        means.watch.begin(call, time.monotonic())
+        try:
+            return connection, await asyncio.shield(answer)
+        except UpstreamFailed as failure:
+            if not failure.crossed:
+                raise
+        assert call.connections is not None
+        call.connection = paired.answer = None  # prefill's KV waits, whatever becomes of this
+        connection = await means.connection(call, call.connections, fresh=True)
 
 
 async def _reach(means: Means, call: Call, paired: Paired, tried: list[Backend]) -> Connection:

@@ -90,7 +90,7 @@ async def _outcome(means: Means, call: Call, paired: Paired, leg: Leg, request: 
         connection, response = await sent(means, call, leg, leg.connections, octets)
         if response.status != 200:
             if response.status in AGAIN:
-                backend.answered(response.status, time.monotonic())
+                means.attempts.turned_down(backend, response)
             return LegFailed("encode", backend, response=response, leg=leg)
         page = Page(connection, response)
         answer = await page.whole(ANSWER_MOST)

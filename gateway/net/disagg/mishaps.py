@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
 
 from gateway.core.backend import Backend
 from gateway.core.disagg.base import HandoffMissing
 from gateway.core.disagg.parting import State
 from gateway.core.head import ResponseHead
 from gateway.core.outcome import Outcome, Phase
-from gateway.core.pool import Pool
 from gateway.errors import Refusal
 from gateway.net.call import Call
-from gateway.net.disagg.common import LegFailed, Means, of_leg
+from gateway.net.disagg.common import AGAIN, LegFailed, Means, of_leg
 from gateway.net.disagg.decode import decode
 from gateway.net.legs import Leg
 from gateway.net.paired import Paired
@@ -29,11 +28,11 @@ def another(means: Means, call: Call, failed: LegFailed, tried: dict[str, list[B
     if isinstance(failed.cause, HandoffMissing) and failed.cause.early:  # not its fault: it is asked once more, capped
         return means.retries.another(call.exchange.attempts) and means.retries.afford()
     tried[failed.side].append(failed.backend)
-    if failed.side != "decode" and not _others(means.fleet.of(failed.side, call), tried[failed.side]):
-        return False
-    full = failed.response is not None and failed.response.status == 429  # a fresh prefill is no room there
+    now = time.monotonic()
+    full = failed.backend.caution.refuses(now)  # a fresh prefill is no room there
     unreached = failed.cause is not None and failed.cause.code in ("upstream_connect", "timeout_connect")
-    if failed.side == "decode" and (unreached or full) and not _others(means.fleet.of("decode", call), tried["decode"]):
+    elsewhere = failed.side != "decode" or unreached or full
+    if elsewhere and not means.fleet.of(failed.side, call).others(tried[failed.side], now):
         return False
     # a kept connection that proved stale says nothing of the engine: no attempt of the operator's
     attempts = call.exchange.attempts - (failed.word == "stale_connection")
@@ -52,6 +51,7 @@ async def last(means: Means, call: Call, paired: Paired, failed: LegFailed) -> R
         if response is not None:
             return relayed(means, call, paired, response, paired.prefill)
     elif response is not None:
+        call.judged = response.status in AGAIN
         paired.refused(response.status)
         if paired.state is State.DECODE_WAIT:
             paired.become(State.STREAMING)
@@ -96,6 +96,7 @@ def relayed(means: Means, call: Call, paired: Paired, response: ResponseHead, le
     if call.lease is not None:
         call.lease.release()
     call.become(leg)
+    call.judged = response.status in AGAIN
     paired.end()
     exchange.backend, exchange.phase = marks.backend, Phase.WAIT
     exchange.sent, exchange.head_received = marks.sent, marks.head_received
@@ -115,7 +116,3 @@ async def _fall_back(means: Means, call: Call, paired: Paired, failed: LegFailed
         return await decode(means, call, paired, [], paired.settings.connector.alone(paired.asked, paired.pair))
     except LegFailed as again:
         return await last(means, call, paired, again)
-
-
-def _others(pool: Pool, tried: Sequence[Backend]) -> bool:
-    return any(backend.routable and backend not in tried for backend in pool.backends)

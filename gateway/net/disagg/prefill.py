@@ -45,7 +45,7 @@ async def prefill(means: Means, call: Call, paired: Paired, given: bytes = b"") 
         raise LegFailed("prefill", backend, failure) from None
     if response is not None:
         if response.status in AGAIN:
-            backend.answered(response.status, time.monotonic())
+            means.attempts.turned_down(backend, response)
         raise LegFailed("prefill", backend, response=response)
 
 

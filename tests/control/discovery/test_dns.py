@@ -74,6 +74,32 @@ async def test_several_names(server: DnsServer, follow: Follow) -> None:
         assert sorted(told.names or ()) == ["10.0.0.1:8000", "10.0.0.2:8000"]
 
 
+async def test_names_of_one_address_are_one_backend(server: DnsServer, follow: Follow) -> None:
+    """One engine, known by the first name that led to it, for as long as that does, whatever others do."""
+    server.records["b.test", "A"] = ["10.0.0.1"]
+    async with follow("a.test", "b.test", port=8000) as told:
+        assert [m.place for m in told.snapshots[-1]] == [Place("http://b.test:8000", "10.0.0.1")]
+        server.records["a.test", "A"] = ["10.0.0.1", "10.0.0.2"]
+        server.records["b.test", "A"] = ["10.0.0.1", "10.0.0.2"]
+        await told.say("10.0.0.1:8000", "10.0.0.2:8000")
+        assert {m.place.address: m.place.url for m in told.snapshots[-1]} == {
+            "10.0.0.1": "http://b.test:8000", "10.0.0.2": "http://a.test:8000"}  # fmt: skip
+        server.records["b.test", "A"] = []
+        await until(lambda: {m.place.url for m in told.snapshots[-1]} == {"http://a.test:8000"}, "the name that is left")
+        assert sorted(told.names or ()) == ["10.0.0.1:8000", "10.0.0.2:8000"]
+
+
+async def test_targets_of_one_address_are_one_backend(server: DnsServer, follow: Follow) -> None:
+    """At the same port, in one service or in two; at another port it is another engine."""
+    server.records["_one._tcp.test", "SRV"] = ["1 10 8000 b.test.", "1 10 8001 b.test."]
+    server.records["_two._tcp.test", "SRV"] = ["1 10 8000 a.test."]
+    server.records["a.test", "A"] = server.records["b.test", "A"] = ["10.0.0.1"]
+    async with follow("_one._tcp.test", "_two._tcp.test", type="SRV") as told:
+        assert told.names == ["b.test:8000", "b.test:8001"]
+        server.records["_one._tcp.test", "SRV"] = ["1 10 8000 a.test.", "1 10 8000 b.test."]
+        await told.say("b.test:8000")
+
+
 async def test_srv(server: DnsServer, follow: Follow) -> None:
     """Ports and weights are the records', and targets are looked up: A, and AAAA where there is no A."""
     server.records["_vllm._tcp.test", "SRV"] = ["1 20 8001 a.test.", "1 40 8002 b.test.", "1 0 8003 c.test."]

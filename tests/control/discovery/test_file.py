@@ -52,6 +52,13 @@ async def told(follow: Follow, path: Path) -> AsyncIterator[Follower]:
         yield told
 
 
+async def test_what_two_files_say_alike_is_one_backend(follow: Follow, tmp_path: Path) -> None:
+    (tmp_path / "1.json").write_text('[{"targets": ["a:1", "b:1"]}]')
+    (tmp_path / "2.json").write_text('[{"targets": ["b:1", "c:1"]}]')
+    async with follow(tmp_path / "*.json") as told:
+        assert told.names == ["a:1", "b:1", "c:1"]
+
+
 async def test_replaced(told: Follower, path: Path) -> None:
     """Of the same size and the same time: only the inode tells."""
     before = path.stat()
@@ -269,6 +276,13 @@ class TestFormats:
     def test_both_in_one_file(self, tmp_path: Path) -> None:
         found = self.read(tmp_path, "- targets: [a:1]\n- url: http://b:2\n  weight: 2")
         assert [(m.name, m.weight) for m in found] == [("a:1", 1), ("b:2", 2)]
+
+    def test_a_target_of_two_groups_is_one_backend(self, tmp_path: Path) -> None:
+        """Prometheus takes such a file. That it has two roles is nothing that it could mean here."""
+        text = """[{"targets": ["a:1", "b:2", "a:1"], "labels": {"job": "x"}}, {"targets": ["a:1"], "labels": {"job": "y"}}]"""
+        assert [m.name for m in self.read(tmp_path, text)] == ["a:1", "b:2"]
+        with pytest.raises(ConfigError, match="found a:1, as backends"):
+            self.read(tmp_path, "[{targets: [a:1]}, {targets: [a:1], labels: {role: decode}}]")
 
     def test_a_name_twice_over_both(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="found a:1, as backends"):
