@@ -115,7 +115,7 @@ async def _begun(call: Call, paired: Paired, connection: Connection, response: R
     said = error or (opening.data if isinstance(opening, Opening) else b"")
     sign = paired.settings.connector.sign(said, response.status, paired.asked) if said else Sign.NOTHING
     paired.missed = sign is Sign.MISSED
-    if sign is Sign.FAILED and paired.handoff is not None:
+    if sign is Sign.FAILED and paired.transfers:
         assert call.lease is not None
         failed = TransferFailed("the decode engine could not take over what the prefill engine had computed")
         raise LegFailed("decode", call.lease.backend, failed)

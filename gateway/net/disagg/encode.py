@@ -94,7 +94,7 @@ async def _outcome(means: Means, call: Call, paired: Paired, leg: Leg, request: 
             return LegFailed("encode", backend, response=response, leg=leg)
         page = Page(connection, response)
         answer = await page.whole(ANSWER_MOST)
-        if page.clean:
+        if page.clean and not connection.has_unsent(len(octets)):
             connection.give_back()
         else:
             connection.drop()

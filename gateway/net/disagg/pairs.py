@@ -147,13 +147,14 @@ class Pairs:
         return True
 
     def _may_again(self, call: Call, failed: LegFailed, tried: dict[str, list[Backend]]) -> bool:
+        paired = call.paired
+        if paired is not None and paired.pair is not None and (failed.again or failed.response is None):
+            self._learning.forget(paired.pair.prefill)
         if isinstance(failed.cause, HandoffMissing) and failed.cause.early:
             self._learning.cap(failed.backend.name)
         return another(self.means, call, failed, tried)
 
     def _over(self, call: Call, paired: Paired, failed: LegFailed) -> None:
-        if paired.pair is not None:
-            self._learning.forget(paired.pair.prefill)
         if failed.leg is not None:
             failed.leg.end()
         self.end(call, paired)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 
-from gateway.core.disagg.base import Connector, HandoffMissing
+from gateway.core.disagg.base import HandoffMissing
 from gateway.core.disagg.base import Leg as Request
 from gateway.core.disagg.parting import State
 from gateway.core.head import ResponseHead
 from gateway.core.outcome import Phase
-from gateway.errors import Refusal, UpstreamFailed
+from gateway.errors import EngineRefused, Refusal, UpstreamFailed
 from gateway.net import body
 from gateway.net.call import Call
 from gateway.net.disagg.common import AGAIN, LegFailed, Means, asked_of, heard
@@ -42,6 +42,12 @@ async def prefill(means: Means, call: Call, paired: Paired, given: bytes = b"") 
     except Refusal as failure:
         paired.end_prefill()
         means.blame(leg.exchange, backend, failure)
+        if isinstance(failure, HandoffMissing) and leg.page is not None:
+            status, words = call.dialect.as_status(failure.error) if failure.error else (200, b"")
+            backend.answered(status, time.monotonic())
+            if 400 <= status < 500 and status not in AGAIN:  # it refuses the request, for which 200 is but the wrong status
+                exchange.backend = backend.name
+                raise EngineRefused(status, words) from None
         raise LegFailed("prefill", backend, failure) from None
     if response is not None:
         if response.status in AGAIN:
@@ -63,20 +69,24 @@ async def _ask(means: Means, call: Call, paired: Paired, request: Request, conne
     page = leg.page = Page(connection, response)
     answer = await page.whole(PREFILL_MOST)
     paired.answered = time.monotonic()
-    if page.clean:
+    if page.clean and not connection.has_unsent(len(octets)):
         connection.give_back()
     else:
         connection.drop()
     leg.connection = None
     backend = leg.lease.backend
-    backend.answered(200, paired.answered)
     assert leg.exchange.sent is not None
     means.told.prefilled(call.exchange, settings.connector.name, paired.answered - leg.exchange.sent)
+    try:
+        paired.said = settings.connector.take(paired.asked, paired.pair, answer)
+    except HandoffMissing as missing:
+        if missing.holds:
+            paired.strand(backend, paired.answered)
+        raise
+    backend.answered(200, paired.answered)
     serial = settings.connector.order.hands_over
     if serial:
-        paired.handoff = paired.said = settings.connector.accept(paired.asked, paired.pair, answer)
-    elif paired.edits:
-        paired.said = Connector.accept(settings.connector, paired.asked, paired.pair, answer)
+        paired.handoff = paired.said
     if settings.hold and paired.state in (State.PREFILLING, State.DECODE_WAIT):
         paired.holding = backend.hold(paired.tokens)
     if serial:
