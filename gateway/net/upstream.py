@@ -361,6 +361,10 @@ class ConnectionPool:
         self.closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()
+        self.drop_idle()
+
+    def drop_idle(self) -> None:
+        """One of them has proved stale: the others are as old, or the engine was started anew."""
         for connection in list(self._idle):
             connection.drop()
 

@@ -59,6 +59,8 @@ async def decode(
         if 200 <= response.status < 300:
             await _begun(call, paired, connection, response, begin)
     except UpstreamFailed as failure:
+        if failure.code == "stale_connection":
+            call.connections.drop_idle()
         means.blame(call.exchange, backend, failure)
         raise LegFailed("decode", backend, of_leg("decode", failure)) from None
     if response.status in AGAIN:

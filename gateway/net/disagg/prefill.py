@@ -60,7 +60,9 @@ async def _ask(means: Means, call: Call, paired: Paired, request: Request, conne
     leg, settings = paired.prefill, paired.settings
     assert leg.lease is not None and paired.pair is not None
     octets = paired.octets(request, connections.origin, prefill=True)
-    connection, response = await sent(means, call, leg, connections, octets)
+    # decode may be waiting for whoever read it first, at a rendezvous that holds once
+    twice = settings.connector.order.hands_over
+    connection, response = await sent(means, call, leg, connections, octets, twice=twice)
     if response.status >= 400:
         return response
     if response.status != 200:  # no answer for a client: it has neither an error nor what decode needs
@@ -98,9 +100,9 @@ async def _ask(means: Means, call: Call, paired: Paired, request: Request, conne
 
 
 async def sent(
-    means: Means, call: Call, leg: Leg, connections: ConnectionPool, octets: bytes
+    means: Means, call: Call, leg: Leg, connections: ConnectionPool, octets: bytes, *, twice: bool = True
 ) -> tuple[Connection, ResponseHead]:
-    """A request that may be sent twice: on a kept connection, and if that proves stale on a fresh one. Raises Refusal."""
+    """A request that may be sent `twice`: on a kept connection, and if that proves stale on a fresh one. Raises Refusal."""
     marks, fresh = leg.exchange, False
     while True:
         connection = leg.connection = await means.connection(call, connections, fresh=fresh)
@@ -110,7 +112,9 @@ async def sent(
             reply.add_done_callback(heard)
             response = await asyncio.shield(reply)
         except UpstreamFailed as failure:
-            if fresh or failure.code != "stale_connection":
+            if failure.code == "stale_connection":
+                connections.drop_idle()
+            if fresh or not twice or failure.code != "stale_connection":
                 raise
             fresh = True
             continue

@@ -243,3 +243,37 @@ async def test_an_answer_before_the_request_has_been_read(start_gateway: Start) 
         assert seen == 2
         await asyncio.sleep(0)
         await at_rest(gateway, ledger, p, d)
+
+
+@pytest.mark.parametrize("connector", ["sglang", "mooncake", "moriio_write"])
+@pytest.mark.parametrize("how", ["fin", "reset"])
+async def test_a_rendezvous_is_not_for_an_engine_that_was_started_anew(start_gateway: Start, connector: str, how: str) -> None:
+    """Prefill closes a kept connection with the request on its way: decode waits for one that is no more. Both are asked anew,
+    under another id, though one attempt is all there is; and no other connection of that engine is tried before."""
+    async with engines() as ((p,), (d,), _):
+        old = s.Held()
+        asked: list[str] = []
+
+        async def decodes(wire: HttpWire, request: Message) -> None:
+            asked.append(request.get("x-request-id") or "")
+            await (old if len(asked) == 4 else s.stream(*OUTPUT))(wire, request)
+
+        async def prefills(wire: HttpWire, request: Message) -> None:
+            if len(p.requests) == 4:
+                await old.wire()
+                await s.raw(then=how)(wire, request)
+            await s.reply(200, {"choices": []})(wire, request)
+
+        p.script, d.script = prefills, decodes
+        gateway = await start_gateway(config=configured(connector, p, d))
+        clients = [await gateway.connect() for _ in range(3)]
+        for told in await asyncio.gather(*(client.ask() for client in clients)):
+            assert told.status == 200
+        told = await clients[0].ask(timeout=5)
+        assert (told.status, told.body) == (200, b"".join(OUTPUT))
+        await old.wires[0].wait_closed(timeout=2)
+        ids = [request.get("x-request-id") for request in p.requests]
+        assert len(set(ids)) == len(set(asked)) == len(ids) == len(asked) == 5
+        for client in clients:
+            client.fin()
+        await at_rest(gateway, Ledger(), p, d)
