@@ -253,12 +253,19 @@ class Connector(abc.ABC):
         bodies = encoding.bodies(asked)
         return [Leg(encoding.PATH, body, f"{pair.attempt}:{i}:{pair.attempt[:6]}".encode()) for i, body in enumerate(bodies)]
 
-    def gathered(self, asked: Asked, answers: Sequence[bytes]) -> Asked:
-        """What is asked of P and D, now that the encoders have answered, each with 200. Raises HandoffMissing."""
+    def encoded(self, name: str, answer: bytes) -> None:
+        """The answer of the encoder of this name, whose status was 200. Raises HandoffMissing: it is an error, or none."""
+        found = fault(encoding.PATH, answer, whole=True)
+        if found is not None:
+            raise HandoffMissing(f"the encoder {name} answered with 200, but its answer {found.words}", error=found.error)
         try:
-            asked.ec = encoding.merged(answers)
+            encoding.merged((answer,))
         except Refusal as refusal:
-            raise HandoffMissing(f"an encoder answered with no JSON object: {why_not(refusal)}") from None
+            raise HandoffMissing(f"the encoder {name} answered with no JSON object: {why_not(refusal)}") from None
+
+    def gathered(self, asked: Asked, answers: Sequence[bytes]) -> Asked:
+        """What is asked of P and D, now that the encoders have answered, each so that it could be read (`encoded`)."""
+        asked.ec = encoding.merged(answers)
         return asked
 
     def probe(self, asked: Asked, pair: Pair) -> Leg:

@@ -10,10 +10,10 @@ from gateway.core.disagg.base import Leg as Request
 from gateway.core.disagg.parting import State
 from gateway.core.head import ResponseHead
 from gateway.core.outcome import Phase
-from gateway.errors import EngineRefused, Refusal, UpstreamFailed
+from gateway.errors import Refusal, UpstreamFailed
 from gateway.net import body
 from gateway.net.call import Call
-from gateway.net.disagg.common import AGAIN, LegFailed, Means, asked_of, heard
+from gateway.net.disagg.common import AGAIN, LegFailed, Means, asked_of, heard, worded
 from gateway.net.fetch import Page
 from gateway.net.legs import Leg
 from gateway.net.paired import Paired
@@ -42,12 +42,9 @@ async def prefill(means: Means, call: Call, paired: Paired, given: bytes = b"") 
     except Refusal as failure:
         paired.end_prefill()
         means.blame(leg.exchange, backend, failure)
-        if isinstance(failure, HandoffMissing) and leg.page is not None:
-            status, words = call.dialect.as_status(failure.error) if failure.error else (200, b"")
-            backend.answered(status, time.monotonic())
-            if 400 <= status < 500 and status not in AGAIN:  # it refuses the request, for which 200 is but the wrong status
-                exchange.backend = backend.name
-                raise EngineRefused(status, words) from None
+        if (refused := worded(call, backend, failure)) is not None:
+            exchange.backend = backend.name
+            raise refused from None
         raise LegFailed("prefill", backend, failure) from None
     if response is not None:
         if response.status in AGAIN:
@@ -84,6 +81,8 @@ async def _ask(means: Means, call: Call, paired: Paired, request: Request, conne
     except HandoffMissing as missing:
         if missing.holds:
             paired.strand(backend, paired.answered)
+        if not missing.error:
+            backend.answered(200, paired.answered)
         raise
     backend.answered(200, paired.answered)
     serial = settings.connector.order.hands_over

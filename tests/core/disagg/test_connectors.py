@@ -585,7 +585,7 @@ def test_encoders_have_nothing_to_do() -> None:
     asked = of.gathered(ask(), [b"{}", b'{"ec_transfer_params": null}'])
     assert "ec_transfer_params" not in said(of.prefill(asked, PAIR))
     with pytest.raises(HandoffMissing, match="encoder"):
-        of.gathered(ask(), [b"oops"])
+        of.encoded("e", b"oops")
 
 
 # what P's answer is, whose status is 200 ------------------------------------------------------------------------------
