@@ -304,9 +304,9 @@ class App:
         operator = Operator(
             self.gateway, self.metrics, self.membership, self.reload, lambda: configuration.effective(self.config)
         )
-        fleet = fleet_routes(self.membership, member_of_body, key_of(self._overrides))
+        fleet = fleet_routes(self.membership, lambda body: member_of_body(body, self.config), key_of(self._overrides))
         admin = admin_app(operator, token=token, names=(socket.gethostname(),), more=fleet)
-        self._admin = web.AppRunner(admin, access_log=None, shutdown_timeout=1.0)
+        self._admin = web.AppRunner(admin, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
         await self._admin.setup()
         await web.SockSite(self._admin, admin_socket, backlog=128).start()
         self._admin_url = listen.url("http", admin_socket)

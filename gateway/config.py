@@ -27,7 +27,7 @@ from gateway.configbackends import (
     named,
     tls_clashes,
 )
-from gateway.configdisagg import KEY, Disaggregation, backends_of_flags, disagg_clashes, key_of_flags
+from gateway.configdisagg import KEY, Disaggregation, backends_of_flags, disagg_clashes, found_clashes, key_of_flags
 from gateway.configfile import BadValue, Complaints, Node, Reader, compose, describe, get, put, substitute
 from gateway.configmodels import ModelConfig, Priority, model_clashes, priority_clashes, unserved_clashes
 from gateway.configvalues import Address as Address
@@ -309,6 +309,7 @@ _CLASHES: tuple[tuple[tuple[str, ...], Callable[[Config], Iterator[Clash]]], ...
     (("backends",), lambda config: backend_clashes(config.backends)),
     (("backends", "disaggregation"), lambda config: disagg_clashes(config.disaggregation, config.backends)),
     (("discovery",), lambda config: discovery_clashes(config.discovery)),
+    (("discovery", "disaggregation"), lambda config: found_clashes(config.disaggregation, config.discovery)),
     (("limits",), _max_tokens),
     (("limits",), lambda config: priority_clashes(config.limits.priority)),
     (("models", "limits", "backends", "discovery"), _models),

@@ -7,7 +7,7 @@ file may also be one of Prometheus's file_sd, of which the targets are taken, an
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -88,6 +88,9 @@ class BackendConfig(Section, frozen=True):
     @property
     def address(self) -> Address:
         return split_url(self.url)[1]
+
+
+Further: TypeAlias = Callable[[BackendConfig, str], Iterable[Clash]]  # what else may be wrong with one, at a path
 
 
 class Found(Section, frozen=True):
@@ -191,7 +194,7 @@ def named(backend: BackendConfig) -> BackendConfig:
     return msgspec.structs.replace(backend, name=NOT_IN_NAME.sub("_", name)[:NAME_LENGTH])
 
 
-def read_file(path: Path, environ: Mapping[str, str] = os.environ) -> list[BackendConfig]:
+def read_file(path: Path, more: Further, environ: Mapping[str, str] = os.environ) -> list[BackendConfig]:
     """The backends of a file that is watched. Raises ConfigError with all that is wrong with it, one a line."""
     complaints = Complaints()
     root = compose_any(path, complaints)
@@ -210,7 +213,8 @@ def read_file(path: Path, environ: Mapping[str, str] = os.environ) -> list[Backe
             backends.append(reader.read(BackendConfig, node, where))
     complaints.raise_if_any()
     backends = [named(backend) for backend in backends]
-    for where, expected, found in ((w, e, f) for w, f, e in backend_clashes(backends)):
+    each = (clash for index, backend in enumerate(backends) for clash in more(backend, f"backends[{index}]."))
+    for where, found, expected in (*backend_clashes(backends), *each):
         reader.complain(where, found, expected)
     complaints.raise_if_any()
     return backends
@@ -233,7 +237,7 @@ def _of_group(reader: Reader, node: Node, path: str, seen: set[tuple[str, str]])
     return found
 
 
-def read_body(value: object, origin: str) -> BackendConfig:
+def read_body(value: object, origin: str, more: Further) -> BackendConfig:
     """A backend that somebody sent us, as plain data. Raises ConfigError. It may name no file: whoever can connect would
     have it read to them."""
     if isinstance(value, dict):
@@ -249,7 +253,7 @@ def read_body(value: object, origin: str) -> BackendConfig:
     backend = reader.read(BackendConfig, tree_of(value, origin), "")
     complaints.raise_if_any()
     backend = named(backend)
-    for where, found, expected in backend_clashes([backend], ""):
+    for where, found, expected in (*backend_clashes([backend], ""), *more(backend, "")):
         reader.complain(where.removeprefix("[0]."), found, expected)
     complaints.raise_if_any()
     result: BackendConfig = backend

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
-from gateway.configbackends import BackendConfig, Clash, Section
+from gateway.configbackends import BackendConfig, Clash, Discovery, Section
 from gateway.configfile import Complaints, Node, describe
 from gateway.configvalues import Count, CountOrZero, Listen, Seconds, SecondsOrZero, Secret, Share, Url, is_host, secret
 from gateway.core.disagg import CONNECTORS
@@ -96,13 +96,31 @@ def _words(value: Any) -> list[Any]:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [] if value is None else [value]
 
 
+def kv_clashes(disaggregation: Disaggregation, backend: BackendConfig, path: str) -> Iterator[Clash]:
+    """What the connector must know of one backend, and nobody has said."""
+    connector = CONNECTORS[disaggregation.connector]
+    for name in connector.needs.get(backend.role, ()):
+        if getattr(backend.connector, name) is None:
+            yield f"{path}connector.{name}", "found nothing", f"a port, for connector {connector.name}"
+
+
+def found_clashes(disaggregation: Disaggregation, discovery: Discovery) -> Iterator[Clash]:
+    """The same, of what is looked up: neither DNS nor Kubernetes tells of a connector's ports."""
+    connector = CONNECTORS[disaggregation.connector]
+    for kind in ("dns", "kubernetes"):
+        for index, one in enumerate(getattr(discovery, kind) or ()):
+            if names := connector.needs.get(one.role, ()):
+                needed = (
+                    f"another role: connector {connector.name} must be told {' and '.join(names)} (backends, discovery.file)"
+                )
+                yield f"discovery.{kind}[{index}].role", f"found {one.role}", needed
+
+
 def disagg_clashes(disaggregation: Disaggregation, backends: Sequence[BackendConfig]) -> Iterator[Clash]:
     """What the connector must know of each backend, and nobody has said."""
     connector = CONNECTORS[disaggregation.connector]
     for index, backend in enumerate(backends):
-        for name in connector.needs.get(backend.role, ()):
-            if getattr(backend.connector, name) is None:
-                yield f"backends[{index}].connector.{name}", "found nothing", f"a port, for connector {connector.name}"
+        yield from kv_clashes(disaggregation, backend, f"backends[{index}].")
     if disaggregation.release == "reject" and not connector.tells:
         able = ", ".join(name for name, each in CONNECTORS.items() if each.tells)
         yield "disaggregation.release", "found reject", f"another one for connector {connector.name}: it works with {able}"

@@ -1018,6 +1018,15 @@ def test_what_a_connector_must_know(complaint: Complain, connector: str, backend
     assert expected in said
 
 
+@pytest.mark.parametrize("found", ["dns: {names: a, port: 1, role: %s}", "kubernetes: {service: a, namespace: b, role: %s}"])
+def test_what_is_looked_up_says_nothing_of_a_connectors_ports(complaint: Complain, loaded: Load, found: str) -> None:
+    kind, text = found.partition(":")[0], f"discovery: {{{found}}}\ndisaggregation: {{connector: %s}}"
+    said = complaint(text % ("prefill", "moriio_read"))
+    assert f"discovery.{kind}[0].role: found prefill; expected another role: connector moriio_read must be told hand" in said
+    loaded(text % ("prefill", "nixl"))
+    loaded(text % ("decode", "offloading_p2p"))
+
+
 def test_engines_that_serve_nothing_alone(complaint: Complain) -> None:
     said = complaint("disaggregation: {connector: sglang, local_decode_fallback: true}")
     assert said.startswith("FILE, line 1: disaggregation.local_decode_fallback: found true; expected false")

@@ -93,7 +93,7 @@ class _Fleet:
     async def add_instances(self, request: web.Request) -> web.Response:
         try:
             role, urls = _instances(await _content(request))
-            members = [self._read({"url": url})._replace(role=role, credential=self._credential) for url in urls]
+            members = [self._read({"url": url, "role": role})._replace(credential=self._credential) for url in urls]
             self._membership.add(members)
         except ConfigError as wrong:
             return error(400, "bad_request", str(wrong))
@@ -156,7 +156,7 @@ async def _content(request: web.Request) -> Any:
 def _instances(content: dict[str, Any]) -> tuple[str, list[str]]:
     """The type, and the URLs. Raises ConfigError."""
     role, instances = content.get("type"), content.get("instances")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         found = "nothing" if role is None else repr(str(role)[:80])
         raise ConfigError(f"the body: type: found {found}; expected prefill or decode")
     listed = [instances] if isinstance(instances, str) else instances

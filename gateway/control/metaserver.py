@@ -28,7 +28,7 @@ class Metaserver:
     async def start(self) -> None:
         app = web.Application(client_max_size=CALLBACK_MOST)
         app.router.add_post(PATH, self._posted)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
         await self._runner.setup()
         await web.SockSite(self._runner, self._sock, backlog=128).start()
 

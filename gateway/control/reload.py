@@ -6,6 +6,7 @@ import os
 import random
 import ssl
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from gateway import configbackends, tlscontexts
 from gateway.config import Config
 from gateway.configbackends import BackendConfig, BackendTls, Dns, Found, Kubernetes
+from gateway.configdisagg import Disaggregation, kv_clashes
 from gateway.configvalues import Secret, split_url
 from gateway.control.discovery import Common, Source
 from gateway.control.discovery.file import FileSource
@@ -45,9 +47,9 @@ def member_of(one: BackendConfig) -> Member:
     )
 
 
-def member_of_body(value: object) -> Member:
+def member_of_body(value: object, config: Config) -> Member:
     """What the admin API was sent. Raises ConfigError."""
-    return member_of(configbackends.read_body(value, "the body"))
+    return member_of(configbackends.read_body(value, "the body", partial(kv_clashes, config.disaggregation)))
 
 
 def server_tls(config: Config) -> ssl.SSLContext | None:
@@ -83,7 +85,8 @@ def membership_settings(config: Config) -> Settings:
 def sources_of(config: Config, environ: Mapping[str, str] = os.environ, in_cluster: Path = IN_CLUSTER) -> list[Source]:
     """The sources, the highest rank first. Raises ConfigError."""
     discovery = config.discovery
-    sources: list[Source] = [FileSource(path, discovery.interval, read_members) for path in discovery.file or ()]
+    read = partial(read_members, disaggregation=config.disaggregation)
+    sources: list[Source] = [FileSource(path, discovery.interval, read) for path in discovery.file or ()]
     sources += [_dns(one, discovery.interval) for one in discovery.dns or ()]
     sources += [_kubernetes(one, environ, in_cluster) for one in discovery.kubernetes or ()]
     names = [source.name for source in sources]
@@ -93,9 +96,9 @@ def sources_of(config: Config, environ: Mapping[str, str] = os.environ, in_clust
     return sources
 
 
-def read_members(path: Path) -> Sequence[Member]:
+def read_members(path: Path, disaggregation: Disaggregation = Disaggregation()) -> Sequence[Member]:
     """The backends of one file. Raises ConfigError."""
-    return [member_of(one) for one in configbackends.read_file(path)]
+    return [member_of(one) for one in configbackends.read_file(path, partial(kv_clashes, disaggregation))]
 
 
 def _dns(one: Dns, interval: float) -> Source:

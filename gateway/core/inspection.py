@@ -24,6 +24,7 @@ LENGTH_MEMBERS: dict[bytes, tuple[str, ...]] = {
     b"/v1/messages": ("max_tokens",),
 }
 ABSENT_COMPLETIONS = 16
+NOT_JSON = "the request body is not a JSON object: "
 
 
 class Facts(NamedTuple):
@@ -193,7 +194,7 @@ def members(body: bytes) -> list[Member]:
 
 
 def not_json(why: str) -> Refusal:
-    return Refusal("bad_request", f"the request body is not a JSON object: {why}")
+    return Refusal("bad_request", NOT_JSON + why)
 
 
 def splice(body: bytes, edits: list[Edit]) -> bytes:

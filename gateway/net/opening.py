@@ -58,7 +58,7 @@ class Probe(Opening):
             return
         self._body += self._reader.feed(data)
         if self._reader.failure is not None:
-            self._broke(f"sent a malformed body: {self._reader.failure}")
+            self._broke(f"sent a malformed body: {self._reader.failure}", "upstream_malformed")
         elif self._reader.done:
             self.data = b"".join(self._body)
             self.done.set_result(None)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from gateway.core import headers
 from gateway.core.backend import Backend, Holding
 from gateway.core.disagg.asked import Asked
-from gateway.core.disagg.base import GENERATING, OWNED_FIELDS, Connector, Handoff, Pair, Release
+from gateway.core.disagg.base import GENERATING, OWNED_FIELDS, Connector, Handoff, HandoffMissing, Order, Pair, Release
 from gateway.core.disagg.base import Leg as Request
 from gateway.core.disagg.parting import NEXT, TELLING, Parting, State, parting
 from gateway.core.exchange import Exchange
@@ -114,6 +114,11 @@ class Paired:
         self.task: asyncio.Task[Any] | None = None  # that makes the attempt, where it is not the exchange's own
         self.unresumed = "inexact"  # why an answer that decode dropped is passed on as such
 
+    @property
+    def transfers(self) -> bool:
+        """Whether decode has been asked to take over what prefill has computed, or computes."""
+        return self.state is State.DECODE_WAIT and self.settings.connector.order is not Order.SIDECAR
+
     def become(self, state: State) -> None:
         if state not in NEXT[self.state] and state is not State.DONE:
             raise AssertionError(f"a pair of legs in state {self.state} cannot come to {state}")
@@ -173,6 +178,12 @@ class Paired:
         handoff = self.handoff or Handoff()
         self._releases.release(self._held(handoff, holding, self.answered, decode, self.call.connections))
 
+    def strand(self, prefill: Backend, since: float) -> None:
+        """Prefill holds what nobody can fetch, as its answer is of no use: it stays until its time is over."""
+        settings = self.settings
+        if settings.hold:
+            self._releases.lost(prefill.hold(self.tokens), self.tokens, since + settings.hold, settings.connector.name)
+
     def _held(
         self, handoff: Handoff, holding: Holding, since: float, decode: Backend | None, connections: ConnectionPool | None
     ) -> Released:
@@ -212,7 +223,12 @@ class Paired:
         prefill, connector = lease.backend, settings.connector
 
         def holds(answer: bytes) -> Released:
-            handoff = connector.accept(self.asked, pair, answer) if connector.order.hands_over else Handoff()
+            try:
+                handoff = connector.take(self.asked, pair, answer)
+            except HandoffMissing as missing:
+                if missing.holds:
+                    self.strand(prefill, time.monotonic())
+                raise
             held = self._held(handoff, prefill.hold(self.tokens), time.monotonic(), decode, connections)
             # where decode was under way it may have fetched before it was closed: a release would wait for what is gone
             return held._replace(seconds=min(held.seconds, settings.admission_grace)) if self.sent else held

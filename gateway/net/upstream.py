@@ -384,7 +384,7 @@ class ConnectionPool:
         self.drop_idle()
 
     def drop_idle(self) -> None:
-        """Close those that are kept: nobody will come for them."""
+        """Close those that are kept: nobody will come for them, or one of them has proved stale, and the others are as old."""
         for connection in list(self._idle):
             connection.drop()
 

@@ -175,6 +175,10 @@ async def test_what_is_refused(start_gateway: Start, tmp_path: Path) -> None:
                 (drain("nobody"), 404, "there is no backend nobody; GET /-/backends names them"),
                 (instances("add", type="both", instances="a:1"), 400, "type: found 'both'; expected prefill or decode"),
                 (instances("add", instances="a:1"), 400, "type: found nothing; expected prefill or decode"),
+                (instances("add", type=["prefill"], instances="a:1"), 400, "type: found \"['prefill']\"; expected prefill or"),
+                (instances("remove", type={}, instances="a:1"), 400, "type: found '{}'; expected prefill or decode"),
+                (s.post({}, "/instances/add", [("content-encoding", "gzip")]), 400, "type: found nothing"),
+                (s.post(b"\x1f\x8b", "/-/backends", [("content-encoding", "gzip")]), 400, "the body: not valid JSON"),
                 (instances("add", type="decode"), 400, "instances: expected HOST:PORT, or a list"),
                 (instances("add", type="decode", instances=["a"]), 400, "found 'a'; expected HOST:PORT, an IPv6 address in"),
                 (instances("add", type="decode", instances="[::1]"), 400, "found '[::1]'; expected HOST:PORT"),
@@ -186,6 +190,26 @@ async def test_what_is_refused(start_gateway: Start, tmp_path: Path) -> None:
                 assert (answer.status, expected in answer.json()["error"]["message"]) == (status, True), answer.body
                 assert b"hushhush" not in answer.body
         assert await names(gateway) == [place(one)]
+
+
+async def test_a_backend_of_which_the_connector_must_know_more(start_gateway: Start, tmp_path: Path) -> None:
+    """It is not taken in, whoever names it, instead of failing every request that it would get."""
+    listed = tmp_path / "backends.json"
+    listed.write_text("[]")
+    async with fleet(1) as (one,):
+        text = {"disaggregation": {"connector": "p2p_nccl"}, "discovery": {"file": str(listed), "interval": 0.1}}
+        gateway = await start_gateway(config={"health": SLOW, **text}, backends=[one.url])
+        missing = "connector.kv_port: found nothing; expected a port, for connector p2p_nccl"
+        for request in (
+            add(url="http://127.0.0.1:9", role="decode"), instances("add", type="prefill", instances="127.0.0.1:9")
+        ):
+            answer = await gateway.admin(request)
+            assert (answer.status, missing in answer.json()["error"]["message"]) == (400, True), answer.body
+        listed.write_text(json.dumps([{"url": "http://127.0.0.1:9", "role": "prefill"}]))
+        await until(lambda: f"backends[0].{missing}" in gateway.stderr(), "a complaint about the file")
+        assert await names(gateway) == [place(one)]
+        answer = await gateway.admin(add(url="http://127.0.0.1:9", role="decode", connector={"kv_port": 9}))
+        assert answer.status == 201
 
 
 async def test_a_page_of_another_site_cannot(start_gateway: Start) -> None:

@@ -57,10 +57,14 @@ class _Error(msgspec.Struct, gc=False):
 
 
 class _Errors(msgspec.Struct, gc=False):
-    error: _Error
+    error: _Error | None = None
+    object: Any = None  # "error": vLLM's, some time ago, which is the error itself
+    code: Any = None
+    type: Any = None
 
 
 _errors = msgspec.json.Decoder(_Errors)
+_NO_ERRORS: Final = _Errors()
 _STATUSES: Final = frozenset(status.value for status in http.HTTPStatus if status.value >= 400)
 # docs.anthropic.com, API, Errors; 529 is of no registry, and 503 says the same
 _STATUS_OF: Final = {
@@ -93,8 +97,11 @@ class Dialect(abc.ABC):
         vLLM gives the status as the error's code, Anthropic a type that stands for one; else it is 500.
         """
         try:
-            said = _errors.decode(error).error
+            found = _errors.decode(error)
         except UNREADABLE:
+            found = _NO_ERRORS
+        said = found if found.object == "error" and found.error is None else found.error
+        if said is None:
             return 500, self.error_body("stream_error", "the engine's stream began with an error")
         if type(said.code) is int and said.code in _STATUSES:
             return said.code, error

@@ -5,8 +5,8 @@ and which fields, what P's answer must carry, and how what P holds is freed when
 the request as facts (`Asked`), the two engines and fresh random bits (`Pair`), and returns requests (`Leg`) to be sent.
 
     order          what the gateway does
-    SERIAL         prefill() to P; accept() its answer; decode() with that hand-off to D; relay D
-    CONCURRENT     prefill() to P and decode() to D at once; relay D; P's answer is read for its status and thrown away
+    SERIAL         prefill() to P; take() its answer; decode() with that hand-off to D; relay D
+    CONCURRENT     prefill() to P and decode() to D at once; relay D; take() P's answer, for what has failed
     DECODE_FIRST   decode() to D; D posts to the gateway's callback; prefill() with what it posted; relay D
     PROBE          probe() to D; where sign() of its first event is MISSED: prefill() to P, then decode() to D; else relay it
     SIDECAR        decode() to D alone: the sidecar before D does the rest
@@ -24,10 +24,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
 from gateway.core.disagg import encoding, logprobs
+from gateway.core.disagg.answer import fault
 from gateway.core.disagg.asked import Asked
 from gateway.core.disagg.body import NULL, Body, as_json
 from gateway.core.disagg.shape import Shape, shaped
 from gateway.core.disagg.signs import Sign, sign
+from gateway.core.inspection import NOT_JSON
 from gateway.errors import Refusal
 
 # Header fields that tell engines and sidecars where KV is: never a client's to send, on no leg (pd.md 2.8).
@@ -137,11 +139,12 @@ class Handoff(NamedTuple):
 
 class HandoffMissing(Refusal):
     """P answered with 200 and without what D needs. Its text says what is missing. Another P may be tried once. `early`: the
-    first token ended the answer, and the engine may be one that stages nothing then: the same P may be asked `Pair.capped`."""
+    first token ended the answer, and the engine may be one that stages nothing then: the same P may be asked `Pair.capped`.
+    `holds`: P keeps KV nevertheless, which nobody can fetch. `error`: what it answered, where it is an error."""
 
-    def __init__(self, message: str, *, early: bool = False):
+    def __init__(self, message: str, *, early: bool = False, holds: bool = False, error: bytes = b""):
         super().__init__("pd_handoff_missing", message)
-        self.early = early
+        self.early, self.holds, self.error = early, holds, error
 
 
 class TransferFailed(Refusal):
@@ -205,7 +208,7 @@ class Connector(abc.ABC):
                 raise Refusal("bad_request", f"{message} (disaggregation.connector: {self.name})", param=param)
             return why
         if self.serves_alone:
-            if asked.max_tokens == 1:
+            if asked.max_tokens is not None and asked.max_tokens <= 1:  # less than one is the engine's to refuse
                 return Bypass.ONE_TOKEN
             if asked.tokens < rules.min_prompt_tokens:
                 return Bypass.SHORT
@@ -250,12 +253,19 @@ class Connector(abc.ABC):
         bodies = encoding.bodies(asked)
         return [Leg(encoding.PATH, body, f"{pair.attempt}:{i}:{pair.attempt[:6]}".encode()) for i, body in enumerate(bodies)]
 
-    def gathered(self, asked: Asked, answers: Sequence[bytes]) -> Asked:
-        """What is asked of P and D, now that the encoders have answered, each with 200. Raises HandoffMissing."""
+    def encoded(self, name: str, answer: bytes) -> None:
+        """The answer of the encoder of this name, whose status was 200. Raises HandoffMissing: it is an error, or none."""
+        found = fault(encoding.PATH, answer, whole=True)
+        if found is not None:
+            raise HandoffMissing(f"the encoder {name} answered with 200, but its answer {found.words}", error=found.error)
         try:
-            asked.ec = encoding.merged(answers)
+            encoding.merged((answer,))
         except Refusal as refusal:
-            raise HandoffMissing(f"an encoder's answer is no JSON object ({refusal.message})") from None
+            raise HandoffMissing(f"the encoder {name} answered with no JSON object: {why_not(refusal)}") from None
+
+    def gathered(self, asked: Asked, answers: Sequence[bytes]) -> Asked:
+        """What is asked of P and D, now that the encoders have answered, each so that it could be read (`encoded`)."""
+        asked.ec = encoding.merged(answers)
         return asked
 
     def probe(self, asked: Asked, pair: Pair) -> Leg:
@@ -266,12 +276,34 @@ class Connector(abc.ABC):
     def prefill(self, asked: Asked, pair: Pair, posted: bytes = b"") -> Leg:
         """The request to P. `posted` (DECODE_FIRST): kv_transfer_params as the callbacks brought them."""
 
-    def accept(self, asked: Asked, pair: Pair, answer: bytes) -> Handoff:
-        """P's answer, whose status was 200. Raises HandoffMissing, naming what is missing."""
+    def take(self, asked: Asked, pair: Pair, answer: bytes) -> Handoff:
+        """P's answer, whose status was 200. Raises HandoffMissing: it is an error, or none that D can be asked with."""
+        found = fault(asked.path, answer, whole=self.shapes)
+        if found is not None:
+            message = f"the prefill engine {pair.prefill.name} answered with 200, but its answer {found.words}"
+            raise HandoffMissing(message, holds=self._holds(answer), error=found.error)
         try:
-            return handoff_of(Body(answer), b"")
-        except Refusal:  # where nothing is carried, it need not be read
-            return Handoff()
+            return self.accept(asked, pair, answer)
+        except HandoffMissing as missing:
+            missing.holds = self._holds(answer)
+            raise
+        except Refusal as refusal:
+            message = f"the prefill engine {pair.prefill.name} answered with kv_transfer_params that cannot be read"
+            raise HandoffMissing(f"{message}: {why_not(refusal)}", holds=self._holds(answer)) from None
+
+    def accept(self, asked: Asked, pair: Pair, answer: bytes) -> Handoff:
+        """P's answer, in which nothing has failed. Raises Refusal, mostly HandoffMissing, naming what is missing."""
+        return handoff_of(answer_of(answer, pair), b"") if self.shapes else Handoff()
+
+    def _holds(self, answer: bytes) -> bool:
+        """Whether P, whose answer is of no use, keeps KV by it: it says where."""
+        if not self.hold or not self.order.hands_over:
+            return False
+        try:
+            given = Body(answer).raw("kv_transfer_params") or b""
+        except Refusal:
+            return False
+        return given.startswith(b"{") and given[1:].lstrip() != b"}"
 
     @abc.abstractmethod
     def decode(self, asked: Asked, pair: Pair, handoff: Handoff = Handoff()) -> Leg:
@@ -370,12 +402,18 @@ def params(**values: object) -> bytes:
     return as_json(values)
 
 
-def answer_of(answer: bytes) -> Body:
+def answer_of(answer: bytes, pair: Pair) -> Body:
     """P's answer, as a JSON object. Raises HandoffMissing."""
     try:
         return Body(answer)
     except Refusal as refusal:
-        raise HandoffMissing(f"the prefill engine's answer is no JSON object ({refusal.message})") from None
+        name = pair.prefill.name
+        raise HandoffMissing(f"the prefill engine {name} answered with no JSON object: {why_not(refusal)}") from None
+
+
+def why_not(refusal: Refusal) -> str:
+    """Why something is no JSON object, which is not the client's."""
+    return refusal.message.removeprefix(NOT_JSON)
 
 
 def handoff_of(said: Body, octets: bytes, given: Body | None = None) -> Handoff:

@@ -38,7 +38,7 @@ class Nixl(Connector):
         return Shape(min_tokens=True) if pair.capped else self.shape
 
     def accept(self, asked: Asked, pair: Pair, answer: bytes) -> Handoff:
-        said = answer_of(answer)
+        said = answer_of(answer, pair)
         given = said.inner("kv_transfer_params")
         if given is None:
             early = not self.staging(pair).min_tokens and handoff_of(said, b"").finish_reason == "stop"

@@ -58,7 +58,7 @@ def turned_down(status: int, data: bytes) -> bool:
 def _failed(said: Any) -> bool:
     if not isinstance(said, dict):
         return False
-    error = said.get("error")
+    error = said if said.get("object") == "error" else said.get("error")  # the former: vLLM's, some time ago
     if isinstance(error, dict):
         code, kind = error.get("code"), error.get("type")
         if isinstance(code, int):

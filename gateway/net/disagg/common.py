@@ -15,7 +15,7 @@ from gateway.core.exchange import Exchange, Observer
 from gateway.core.head import ResponseHead
 from gateway.core.pool import Pool
 from gateway.core.retry import Retries
-from gateway.errors import Refusal
+from gateway.errors import EngineRefused, Refusal
 from gateway.net.attempts import Attempts
 from gateway.net.call import Call
 from gateway.net.fleet import Fleet
@@ -77,6 +77,16 @@ class Means(NamedTuple):
             return
         backend.failed(time.monotonic())
         self.observer.failed(exchange, failure.code)
+
+
+def worded(call: Call, backend: Backend, failure: Refusal) -> EngineRefused | None:
+    """Where an engine has answered with 200 and an error: what that says of it, and its own words where it refuses the request,
+    for which 200 is but the wrong status."""
+    if not isinstance(failure, HandoffMissing) or not failure.error:
+        return None
+    status, words = call.dialect.as_status(failure.error)
+    backend.answered(status, time.monotonic())
+    return EngineRefused(status, words) if status < 500 and status not in AGAIN else None
 
 
 def asked_of(backend: Backend, make: Callable[..., Request], paired: Paired, *more: object) -> Request:

@@ -55,6 +55,8 @@ async def decode(
         if 200 <= response.status < 300:
             await _begun(call, paired, connection, response, begin)
     except UpstreamFailed as failure:
+        if failure.code == "stale_connection":
+            call.connections.drop_idle()
         means.blame(call.exchange, backend, failure)
         raise LegFailed("decode", backend, of_leg("decode", failure)) from None
     except EngineRefused as refused:
@@ -133,7 +135,7 @@ async def _begun(call: Call, paired: Paired, connection: Connection, response: R
     said = error or (opening.data if isinstance(opening, Opening) else b"")
     sign = paired.settings.connector.sign(said, response.status, paired.asked) if said else Sign.NOTHING
     paired.missed = sign is Sign.MISSED
-    if sign is Sign.FAILED and paired.handoff is not None:
+    if sign is Sign.FAILED and paired.transfers:
         assert call.lease is not None
         failed = TransferFailed("the decode engine could not take over what the prefill engine had computed")
         raise LegFailed("decode", call.lease.backend, failed)

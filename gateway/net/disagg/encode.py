@@ -7,25 +7,26 @@ import time
 from collections import deque
 
 from gateway.core.backend import Backend
+from gateway.core.disagg.base import HandoffMissing
 from gateway.core.disagg.base import Leg as Request
 from gateway.core.disagg.encoding import media
 from gateway.core.disagg.parting import State
 from gateway.core.outcome import Phase
-from gateway.errors import Refusal
+from gateway.errors import EngineRefused, Refusal
 from gateway.net import body
 from gateway.net.call import Call
-from gateway.net.disagg.common import AGAIN, LegFailed, Means, nobody
+from gateway.net.disagg.common import AGAIN, LegFailed, Means, nobody, worded
 from gateway.net.disagg.prefill import sent
 from gateway.net.fetch import Page
 from gateway.net.legs import Leg, beside
 from gateway.net.paired import Paired
 
-ANSWER_MOST = 16 << 20  # octets
+ANSWER_MOST = 1 << 20  # octets of one of up to `encoding.ITEMS_MOST` answers
 
 
 async def encode(means: Means, call: Call, paired: Paired, tried: list[Backend]) -> None:
-    """Nothing, where there are no encoders, or nothing for them. Raises LegFailed, Refusal: of the first leg that failed; the
-    others are ended with it."""
+    """Nothing, where there are no encoders, or nothing for them. Raises LegFailed, EngineRefused, Refusal: of the first leg
+    that failed; the others are ended with it."""
     pool, asked = means.fleet.of("encode", call), paired.asked
     if not pool.backends or not media(asked):
         return
@@ -37,7 +38,7 @@ async def encode(means: Means, call: Call, paired: Paired, tried: list[Backend])
     began = time.monotonic()
     answers: list[bytes] = [b""] * len(requests)
     waiting, before = deque(enumerate(requests)), call.others
-    running: dict[asyncio.Task[bytes | LegFailed], tuple[int, Leg]] = {}
+    running: dict[asyncio.Task[bytes | LegFailed | EngineRefused], tuple[int, Leg]] = {}
     try:
         while waiting or running:
             while waiting and (leg := _leg(means, call, tried)) is not None:
@@ -49,6 +50,9 @@ async def encode(means: Means, call: Call, paired: Paired, tried: list[Backend])
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 answer = task.result()
+                if isinstance(answer, EngineRefused):
+                    call.exchange.backend = running[task][1].exchange.backend
+                    raise answer
                 if isinstance(answer, LegFailed):
                     if answer.leg is not None:  # its answer may be relayed: it is not ended with the others
                         del running[task]
@@ -76,8 +80,8 @@ def _leg(means: Means, call: Call, tried: list[Backend]) -> Leg | None:
     return leg
 
 
-async def _outcome(means: Means, call: Call, paired: Paired, leg: Leg, request: Request) -> bytes | LegFailed:
-    """The answer, whose status is 200."""
+async def _outcome(means: Means, call: Call, paired: Paired, leg: Leg, request: Request) -> bytes | LegFailed | EngineRefused:
+    """The answer, whose status is 200, or how that failed."""
     assert leg.lease is not None and leg.connections is not None
     backend, settings = leg.lease.backend, paired.settings
     octets = paired.octets(request, leg.connections.origin, prefill=True)
@@ -88,17 +92,20 @@ async def _outcome(means: Means, call: Call, paired: Paired, leg: Leg, request: 
     async def whole() -> bytes | LegFailed:
         assert leg.connections is not None
         connection, response = await sent(means, call, leg, leg.connections, octets)
-        if response.status != 200:
+        if response.status >= 400:
             if response.status in AGAIN:
                 means.attempts.turned_down(backend, response)
             return LegFailed("encode", backend, response=response, leg=leg)
+        if response.status != 200:  # no answer for a client
+            raise HandoffMissing(f"the encoder {backend.name} answered with {response.status}; expected 200")
         page = Page(connection, response)
         answer = await page.whole(ANSWER_MOST)
-        if page.clean:
+        if page.clean and not connection.has_unsent(len(octets)):
             connection.give_back()
         else:
             connection.drop()
         leg.connection = None
+        settings.connector.encoded(backend.name, answer)
         backend.answered(200, time.monotonic())
         return answer
 
@@ -107,4 +114,4 @@ async def _outcome(means: Means, call: Call, paired: Paired, leg: Leg, request: 
     except Refusal as failure:
         leg.drop()
         means.blame(leg.exchange, backend, failure)
-        return LegFailed("encode", backend, failure)
+        return worded(call, backend, failure) or LegFailed("encode", backend, failure)

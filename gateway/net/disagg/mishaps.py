@@ -27,16 +27,16 @@ def another(means: Means, call: Call, failed: LegFailed, tried: dict[str, list[B
         return False
     if isinstance(failed.cause, HandoffMissing) and failed.cause.early:  # not its fault: it is asked once more, capped
         return means.retries.another(call.exchange.attempts) and means.retries.afford()
-    tried[failed.side].append(failed.backend)
+    stale = failed.word == "stale_connection"  # which says nothing of the engine: the same one is asked, and it is no attempt
+    if not stale:
+        tried[failed.side].append(failed.backend)
     now = time.monotonic()
     full = failed.backend.caution.refuses(now)  # a fresh prefill is no room there
     unreached = failed.cause is not None and failed.cause.code in ("upstream_connect", "timeout_connect")
-    elsewhere = failed.side != "decode" or unreached or full
+    elsewhere = unreached or full or (failed.side != "decode" and not stale)
     if elsewhere and not means.fleet.of(failed.side, call).others(tried[failed.side], now):
         return False
-    # a kept connection that proved stale says nothing of the engine: no attempt of the operator's
-    attempts = call.exchange.attempts - (failed.word == "stale_connection")
-    return means.retries.another(attempts) and means.retries.afford()
+    return means.retries.another(call.exchange.attempts - stale) and means.retries.afford()
 
 
 async def last(means: Means, call: Call, paired: Paired, failed: LegFailed) -> ResponseHead:

@@ -21,7 +21,7 @@ from functools import partial
 from gateway.core.admission import Admission
 from gateway.core.backend import Backend
 from gateway.core.disagg.asked import Asked
-from gateway.core.disagg.base import Engine, HandoffMissing, Order, Pair
+from gateway.core.disagg.base import Connector, Engine, HandoffMissing, Order, Pair, missing
 from gateway.core.disagg.parting import State
 from gateway.core.disagg.sidecar import named
 from gateway.core.exchange import Observer
@@ -147,13 +147,14 @@ class Pairs:
         return True
 
     def _may_again(self, call: Call, failed: LegFailed, tried: dict[str, list[Backend]]) -> bool:
+        paired = call.paired
+        if paired is not None and paired.pair is not None and (failed.again or failed.response is None):
+            self._learning.forget(paired.pair.prefill)
         if isinstance(failed.cause, HandoffMissing) and failed.cause.early:
             self._learning.cap(failed.backend.name)
         return another(self.means, call, failed, tried)
 
     def _over(self, call: Call, paired: Paired, failed: LegFailed) -> None:
-        if paired.pair is not None:
-            self._learning.forget(paired.pair.prefill)
         if failed.leg is not None:
             failed.leg.end()
         self.end(call, paired)
@@ -282,11 +283,16 @@ class Pairs:
         if decode is None:
             paired.end()
             raise nobody("decode", fleet.of("decode", call))
+        engines = fleet.engines
+        one, other = engines[prefill.backend.name], engines[decode.backend.name]
+        if settings.connector.needs and (why := _unusable(settings.connector, one, other)):
+            paired.end()
+            decode.release()
+            call.lease = None
+            raise Refusal("no_backend", why, retry_after=5)
         call.paired, call.others = paired, (paired.prefill,)
         exchange.backend, exchange.prefill_backend = decode.backend.name, prefill.backend.name
         paired.prefill.exchange.backend = prefill.backend.name
-        engines = fleet.engines
-        one, other = engines[prefill.backend.name], engines[decode.backend.name]
         ranks = min(one.dp_size, other.dp_size)
         rank = random.randrange(ranks) if settings.connector.ranked and ranks > 1 else 0
         paired.pair = Pair(
@@ -332,3 +338,11 @@ class Pairs:
             return await decode(self.means, call, paired, tried, request)
         finally:
             paired.prefill.end()
+
+
+def _unusable(connector: Connector, prefill: Engine, decode: Engine) -> str | None:
+    """What the connector must know of one of them, and nobody has said: its setting came after the backend (a reload)."""
+    for engine, role in ((prefill, "prefill"), (decode, "decode")):
+        if lacks := missing(engine, type(connector), role):
+            return f"connector {connector.name} cannot use the {role} backend {engine.name}: {', '.join(lacks)} not set"
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from gateway.core.disagg.base import Connector, HandoffMissing
+from gateway.core.disagg.base import HandoffMissing
 from gateway.core.disagg.base import Leg as Request
 from gateway.core.disagg.parting import State
 from gateway.core.head import ResponseHead
@@ -13,7 +13,7 @@ from gateway.core.outcome import Phase
 from gateway.errors import Refusal, UpstreamFailed
 from gateway.net import body
 from gateway.net.call import Call
-from gateway.net.disagg.common import AGAIN, LegFailed, Means, asked_of, heard
+from gateway.net.disagg.common import AGAIN, LegFailed, Means, asked_of, heard, worded
 from gateway.net.fetch import Page
 from gateway.net.legs import Leg
 from gateway.net.paired import Paired
@@ -42,6 +42,9 @@ async def prefill(means: Means, call: Call, paired: Paired, given: bytes = b"") 
     except Refusal as failure:
         paired.end_prefill()
         means.blame(leg.exchange, backend, failure)
+        if (refused := worded(call, backend, failure)) is not None:
+            exchange.backend = backend.name
+            raise refused from None
         raise LegFailed("prefill", backend, failure) from None
     if response is not None:
         if response.status in AGAIN:
@@ -54,7 +57,9 @@ async def _ask(means: Means, call: Call, paired: Paired, request: Request, conne
     leg, settings = paired.prefill, paired.settings
     assert leg.lease is not None and paired.pair is not None
     octets = paired.octets(request, connections.origin, prefill=True)
-    connection, response = await sent(means, call, leg, connections, octets)
+    # decode may be waiting for whoever read it first, at a rendezvous that holds once
+    twice = settings.connector.order.hands_over
+    connection, response = await sent(means, call, leg, connections, octets, twice=twice)
     if response.status >= 400:
         return response
     if response.status != 200:  # no answer for a client: it has neither an error nor what decode needs
@@ -63,20 +68,26 @@ async def _ask(means: Means, call: Call, paired: Paired, request: Request, conne
     page = leg.page = Page(connection, response)
     answer = await page.whole(PREFILL_MOST)
     paired.answered = time.monotonic()
-    if page.clean:
+    if page.clean and not connection.has_unsent(len(octets)):
         connection.give_back()
     else:
         connection.drop()
     leg.connection = None
     backend = leg.lease.backend
-    backend.answered(200, paired.answered)
     assert leg.exchange.sent is not None
     means.told.prefilled(call.exchange, settings.connector.name, paired.answered - leg.exchange.sent)
+    try:
+        paired.said = settings.connector.take(paired.asked, paired.pair, answer)
+    except HandoffMissing as missing:
+        if missing.holds:
+            paired.strand(backend, paired.answered)
+        if not missing.error:
+            backend.answered(200, paired.answered)
+        raise
+    backend.answered(200, paired.answered)
     serial = settings.connector.order.hands_over
     if serial:
-        paired.handoff = paired.said = settings.connector.accept(paired.asked, paired.pair, answer)
-    elif paired.edits:
-        paired.said = Connector.accept(settings.connector, paired.asked, paired.pair, answer)
+        paired.handoff = paired.said
     if settings.hold and paired.state in (State.PREFILLING, State.DECODE_WAIT):
         paired.holding = backend.hold(paired.tokens)
     if serial:
@@ -88,9 +99,9 @@ async def _ask(means: Means, call: Call, paired: Paired, request: Request, conne
 
 
 async def sent(
-    means: Means, call: Call, leg: Leg, connections: ConnectionPool, octets: bytes
+    means: Means, call: Call, leg: Leg, connections: ConnectionPool, octets: bytes, *, twice: bool = True
 ) -> tuple[Connection, ResponseHead]:
-    """A request that may be sent twice: on a kept connection, and if that proves stale on a fresh one. Raises Refusal."""
+    """A request that may be sent `twice`: on a kept connection, and if that proves stale on a fresh one. Raises Refusal."""
     marks, fresh = leg.exchange, False
     while True:
         connection = leg.connection = await means.connection(call, connections, fresh=fresh)
@@ -100,7 +111,9 @@ async def sent(
             reply.add_done_callback(heard)
             response = await asyncio.shield(reply)
         except UpstreamFailed as failure:
-            if fresh or failure.code != "stale_connection":
+            if failure.code == "stale_connection":
+                connections.drop_idle()
+            if fresh or not twice or failure.code != "stale_connection":
                 raise
             fresh = True
             continue

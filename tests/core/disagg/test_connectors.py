@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.core.disagg import CONNECTORS, REFUSED, connector
-from gateway.core.disagg.asked import OWNED
+from gateway.core.disagg.asked import OWNED, Asked
 from gateway.core.disagg.base import OWNED_FIELDS, Handoff, HandoffMissing, Leg, Order, Pair, Release, Rules, missing
 from gateway.core.disagg.nixl_bidirectional import TTL, Conversations, NixlBidirectional
 from gateway.core.disagg.sglang import ROOMS, rooms
@@ -496,6 +496,29 @@ def test_the_store_is_bounded() -> None:
     assert len(kept) == 1  # the stale ones went with it
 
 
+def test_the_store_is_bounded_in_octets() -> None:
+    """Block ids and conversations' names are as long as engines and clients like."""
+    kept = Conversations(octets=100)
+    for i in range(5):
+        kept.put(str(i), b"x" * 39, 0.0)
+    assert len(kept) == 2 and kept.take("2", 0.0) is None and kept.take("3", 0.0) is not None
+    kept.put("4", b"x" * 59, 0.0)  # in place of the other one
+    kept.put("5", b"x" * 39, 0.0)
+    assert len(kept) == 2
+    kept.put("n" * 100, b"x", 0.0)
+    assert not len(kept)
+    kept.put("5", b"x" * 99, 0.0)
+    assert kept.take("5", 0.0) is not None
+
+
+def test_what_decode_says_of_its_blocks_and_cannot_be_changed_is_not_kept() -> None:
+    """The next turn would be refused for it, as if its client had sent it."""
+    of = NixlBidirectional()
+    asked, pair = ask(), PAIR._replace(conversation="c", now=0.0)
+    assert not of.answered(pair, answered(**D_PARAMS, **{f"m{i}": 1 for i in range(20_000)}), 0.0)
+    assert kv(of.prefill(asked, pair))["remote_engine_id"] is None
+
+
 # what D's answer begins with ------------------------------------------------------------------------------------------
 
 
@@ -513,6 +536,8 @@ def test_the_store_is_bounded() -> None:
         (b'{"type":"response.failed","response":{"status":"failed","error":{"code":"server_error"}}}', 200, Sign.FAILED),
         (b'{"choices":[{"index":0,"delta":{},"finish_reason":"stop","stop_reason":"recomputed"}]}', 200, Sign.RECOMPUTED),
         (b'{"error": "text"}', 200, Sign.NOTHING),
+        (b'{"object":"error","message":"x","type":"InternalServerError","param":null,"code":500}', 200, Sign.FAILED),
+        (b'{"object":"error","message":"x","type":"BadRequestError","param":null,"code":400}', 200, Sign.NOTHING),
         (b"[DONE]", 200, Sign.NOTHING),
         (b'"error"', 200, Sign.NOTHING),
         (b"", 502, Sign.NOTHING),
@@ -560,4 +585,59 @@ def test_encoders_have_nothing_to_do() -> None:
     asked = of.gathered(ask(), [b"{}", b'{"ec_transfer_params": null}'])
     assert "ec_transfer_params" not in said(of.prefill(asked, PAIR))
     with pytest.raises(HandoffMissing, match="encoder"):
-        of.gathered(ask(), [b"oops"])
+        of.encoded("e", b"oops")
+
+
+# what P's answer is, whose status is 200 ------------------------------------------------------------------------------
+
+ERROR = {"message": "boom", "type": "InternalServerError", "code": 500}
+FAULTS: list[tuple[bytes, Any, str]] = [
+    (b"/v1/chat/completions", {"error": ERROR}, "is an error (InternalServerError)"),
+    (b"/v1/completions", {"object": "error", **ERROR}, "is an error"),
+    (b"/v1/completions", {"choices": [{"finish_reason": "length"}, {"finish_reason": "abort"}]}, "was ended by a failure"),
+    (b"/v1/responses", {"object": "response", "status": "failed", "error": {"code": "server_error"}}, "is an error"),
+    (b"/v1/messages", {"type": "error", "error": {"type": "api_error", "message": "x"}}, "is an error (api_error)"),
+    (b"/v1/messages", {"type": "message", "content": [], "stop_reason": None}, "was ended by a failure"),
+    (b"/inference/v1/generate", {"choices": [{"finish_reason": "error"}]}, "was ended by a failure (finish_reason error)"),
+]
+
+
+@pytest.mark.parametrize(("path", "answer", "words"), FAULTS)
+@pytest.mark.parametrize("name", ["nixl", "lmcache", "p2p_nccl", "mooncake", "sglang"])
+def test_an_answer_that_is_none(name: str, path: bytes, answer: Any, words: str) -> None:
+    with pytest.raises(HandoffMissing, match=re.escape(words)) as caught:
+        connector(name).take(Asked(path, b'{"prompt": "x"}'), PAIR, json.dumps(answer).encode())
+    assert not caught.value.holds
+    assert bool(caught.value.error) is words.startswith("is an error")
+
+
+def test_an_answer_of_an_engine_that_was_asked_for_a_stream() -> None:
+    """SGLang's, which is read for its failures alone."""
+    of, chat, own = connector("sglang"), ask(), Asked(b"/generate", b'{"text": ["a", "b"]}')
+    streamed, nothing = b"data: %b\n\ndata: [DONE]", (b"", b"<html>", b": only\n\n")
+    good = json.dumps({"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": "length"}]}).encode()
+    for answer in (streamed % good, good, b": a comment\n\n" + streamed % good, b'[{"text": "a"}, {"text": "b"}]'):
+        assert of.take(chat, PAIR, answer) == of.take(own, PAIR, answer) == Handoff()
+    aborted = b'{"text": "", "meta_info": {"finish_reason": {"type": "abort", "message": "x", "status_code": 500}}}'
+    for answer in (streamed % json.dumps({"error": ERROR}).encode(), aborted, streamed % aborted, *nothing):
+        with pytest.raises(HandoffMissing):
+            of.take(own, PAIR, answer)
+
+
+@pytest.mark.parametrize("name", ["nixl", "nixl_push", "mooncake_ascend"])
+@pytest.mark.parametrize(
+    ("answer", "holds"),
+    [
+        (answered(remote_host="h"), True),
+        (b'{"choices":[{"finish_reason":"abort"}],"kv_transfer_params":{"remote_host":"h"}}', True),
+        (b'{"x": NaN, "kv_transfer_params": {"a"}}', True),
+        (b'{"kv_transfer_params": { }}', False),
+        (b'{"kv_transfer_params": "words"}', False),
+        (b'{"kv_transfer_params": null}', False),
+        (b"no json", False),
+    ],
+)
+def test_whether_kv_is_kept_by_what_is_of_no_use(name: str, answer: bytes, holds: bool) -> None:
+    with pytest.raises(HandoffMissing) as caught:
+        connector(name).take(ask(), PAIR, answer)
+    assert caught.value.holds is holds

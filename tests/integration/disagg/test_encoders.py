@@ -77,6 +77,48 @@ async def test_an_encoders_refusal(start_gateway: Start, status: int) -> None:
         await at_rest(gateway, ledger, p, d, e)
 
 
+FALSE: dict[str, Any] = {
+    "an error": s.reply(200, {"error": {"message": "boom", "type": "InternalServerError", "code": 500}}),
+    "aborted": s.reply(200, {"choices": [{"finish_reason": "abort"}]}),
+    "a page": s.reply(200, b"<html>"),
+    "nothing": s.reply(200, b""),
+    "not to be read": s.reply(200, b'{"x": NaN, "ec_transfer_params": {"a"}}'),
+    "another status": s.reply(206, {"choices": [], "ec_transfer_params": {"a": 1}}),
+    "no content": s.raw(s.head(204)),
+    "elsewhere": s.reply(307, b"", [("location", "http://evil/")]),
+}
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_what_is_no_answer_of_an_encoders(start_gateway: Start, others: int) -> None:
+    """It is not the client's, and prefill is not asked; another encoder is, where there is one."""
+    async with engines() as ((p,), (d,), ledger), encoders(1 + others) as es:
+        gateway = await start_gateway(config=beside(config([p], [d], retry={"budget": 1.0}), es))
+        for what, script in FALSE.items():
+            es[0].script, before = script, [len(one.requests) for one in (p, d, es[0])]
+            answer = await gateway.ask(s.post(BODY))
+            if others:
+                assert (answer.status, answer.body) == (200, b"".join(OUTPUT)), what
+            else:
+                assert (answer.status, answer.get("x-gateway-error")) == (502, "pd_handoff_missing"), (what, answer.body)
+                assert f"the encoder 127.0.0.1:{es[0].port}" in answer.json()["error"]["message"]
+                assert [len(p.requests), len(d.requests)] == before[:2]
+            assert len(es[0].requests) > before[2]
+            await at_rest(gateway, ledger, p, d, *es)
+
+
+async def test_an_encoders_refusal_inside_a_200(start_gateway: Start) -> None:
+    async with engines() as ((p,), (d,), ledger), encoders(2) as es:
+        unknown = {"error": {"message": "no such picture", "type": "BadRequestError", "code": 400}}
+        for e in es:
+            e.script = s.reply(200, unknown)
+        gateway = await start_gateway(config=beside(config([p], [d]), es))
+        answer = await gateway.ask(s.post(BODY))
+        assert (answer.status, answer.json()) == (400, unknown)
+        assert not p.requests and sum(len(e.requests) for e in es) == 2
+        await at_rest(gateway, ledger, p, d, *es)
+
+
 async def test_another_encoder_and_none(start_gateway: Start) -> None:
     async with engines() as ((p,), (d,), ledger), encoders() as (e,):
         gateway = await start_gateway(config=beside(config([p], [d]), ["http://127.0.0.1:9", e]))
