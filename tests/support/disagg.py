@@ -96,7 +96,7 @@ class Engines:
                     busy += sum(v for n, _, v in samples if n in LOADS)
                     if not busy and left <= stranded and not any(mock.running or mock.waiting for mock in self.all):
                         break
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.05)
         except TimeoutError:
             told = [s for s in samples if s[2] and (s[0] in LOADS or s[0].startswith("tokenpipe_pd"))]
             states = await self.states(self.all)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration.disagg.test_connectors import NAMES, options
-from tests.integration.disagg.test_phases import OFFSETS, QUICK, no_connections
+from tests.integration.disagg.test_phases import OFFSETS, QUICK, chances, no_connections
 from tests.integration.test_migration import CHAT, PROMPT, WORDS, chunks_of, text_of, usage
 from tests.support import script as s
 from tests.support.client import RawClient
@@ -427,9 +426,9 @@ async def test_a_slow_reader(start_gateway: Start) -> None:
 @pytest.mark.seconds(60)
 @pytest.mark.parametrize("name", ["nixl", "layerwise", "sglang"])
 async def test_leaving_at_any_moment(start_gateway: Start, name: str) -> None:
-    """Six for each connector, or as many as TOKENPIPE_OFFSETS says, while answers are dropped after two tokens, all of them, so
-    that each moment is likely to be one of a resumption's. Then who stays gets all there is."""
-    chance = random.Random(name)
+    """Fifty for each connector, or as many as TOKENPIPE_OFFSETS says, while answers are dropped after two tokens, all of them,
+    so that each moment is likely to be one of a resumption's. Then who stays gets all there is."""
+    chance = chances(name)
     async with mocks(name, 2, 2) as both:
         # who has finished and is told to stop before it has written its answer keeps KV that nobody can know of
         gateway = await start_gateway(config=both.config(recompute="resume", prefill_grace=2, **QUICK))
@@ -443,8 +442,8 @@ async def test_leaving_at_any_moment(start_gateway: Start, name: str) -> None:
             await asyncio.sleep(chance.uniform(0.03, 0.2))
             client.reset()
 
-        for first in range(0, 4 * OFFSETS, 8):
-            await asyncio.gather(*(one(first + number) for number in range(8)))
+        for first in range(0, OFFSETS, 10):
+            await asyncio.gather(*(one(first + number) for number in range(10)))
         await both.at_rest(gateway)
         found = await resumed(gateway)
         assert found["dropped"] == sum(value for result, value in found.items() if result != "dropped")
