@@ -281,8 +281,8 @@ async def test_62_engines_that_close_idle_connections(start_gateway: Start) -> N
 
 
 async def test_64_a_stop_with_all_under_way(start_gateway: Start) -> None:
-    """A request that comes now: 503; a connection: none. The stream ends as it would, and so does a release leg, which is waited for even
-    when it is all that is left; one whose client leaves meanwhile follows it."""
+    """A request that comes now: 503; a connection: none. The stream ends as it would, and so does a release leg, which is
+    waited for even when it is all that is left; one whose client leaves meanwhile follows it."""
     async with engines() as ((p,), (d,), ledger):
         go_on, let_go = asyncio.Event(), asyncio.Event()
 
