@@ -137,6 +137,48 @@ async def test_it_goes_on(start_gateway: Start, chat: bool, words: int) -> None:
         assert samples.value("tokenpipe_inter_token_latency_seconds_count") == len(WORDS) - 1
 
 
+@pytest.mark.parametrize("prompt", [PROMPT["prompt"], [501, 502]], ids=["words", "tokens"])
+async def test_a_completion_goes_on_from_its_tokens(start_gateway: Start, prompt: Any) -> None:
+    """Where the stream tells them all (return_token_ids): the text is not cut into tokens once more."""
+    async with engines(2, 2) as (ps, ds, ledger):
+        asked: list[dict[str, Any]] = []
+
+        async def answer(wire: HttpWire, request: Message) -> None:
+            body = request.json()
+            asked.append(body)
+            given = body["prompt"] if isinstance(body["prompt"], list) else [501, 502]
+            done = len(given) - 2
+            assert given == [501, 502, *range(done)]
+            until = 3 * len(asked) if len(asked) < 3 else len(WORDS)  # the first two are dropped
+
+            def one(token: int | None, **more: Any) -> dict[str, Any]:
+                begins = {"prompt_token_ids": given} if token == done else {}
+                said = {"text": "" if token is None else WORDS[token], "token_ids": [] if token is None else [token]}
+                return {"id": "x", "choices": [{"index": 0, **said, **begins, "finish_reason": None, **more}]}
+
+            chunks = [one(token) for token in range(done, until)]
+            chunks.append(one(None, finish_reason="stop", stop_reason="recomputed" if len(asked) < 3 else None))
+            await s.stream(*map(s.event, chunks), s.DONE)(wire, request)
+
+        for d in ds:
+            d.script = decode(ledger, answer)
+        gateway = await start_gateway(config=on(ps, ds))
+        body = {**PROMPT, "prompt": prompt, "return_token_ids": True, "max_tokens": 20}
+        found = await gateway.ask(s.post(body, path="/v1/completions"))
+        assert text_of(found.body) == "".join(WORDS) and b"recomputed" not in found.body
+        choices = [chunk["choices"][0] for chunk in chunks_of(found.body)]
+        assert [one for choice in choices for one in choice["token_ids"]] == list(range(len(WORDS)))
+        assert [choice["prompt_token_ids"] for choice in choices if choice.get("prompt_token_ids")] == [[501, 502]]
+        assert [(one["prompt"], one["max_tokens"]) for one in asked] == [
+            (prompt, 20), ([501, 502, 0, 1, 2], 17), ([501, 502, *range(6)], 14)
+        ]  # fmt: skip
+        assert sorted(len(p.requests) for p in ps) == [1, 2]
+        prefilled = [request.json()["prompt"] for p in ps for request in p.requests]
+        assert sorted(prefilled, key=len) == sorted([one["prompt"] for one in asked], key=len)
+        await at_rest(gateway, ledger, *ps, *ds)
+        assert await resumed(gateway) == {"dropped": 2, "done": 2}
+
+
 async def test_at_most_three_times(start_gateway: Start) -> None:
     """One engine of each with room for one request: what is dropped has left it. With the fourth marker the stream is cut."""
     async with engines() as ((p,), (d,), ledger):
