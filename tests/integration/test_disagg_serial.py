@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.test_fleet import refusing, states
 from tests.support import script as s
-from tests.support.gateway import Gateway
+from tests.support.gateway import Gateway, until
 from tests.support.pairs import NULLS, OUTPUT, at_rest, config, decode, engines, prefill
 
 Start = Callable[..., Awaitable[Gateway]]
@@ -269,8 +269,12 @@ async def test_prefilled_anew_after_decodes_failure(start_gateway: Start, how: s
         gateway = await start_gateway(config=config([p], [d]))
         answer = await gateway.ask()
         assert (answer.status, answer.body) == (200, b"".join(OUTPUT))
-        first, second = (r.json()["kv_transfer_params"]["remote_request_id"] for r in (d.requests[0], d.requests[-1]))
-        assert first != second
+        await until(lambda: ledger.unknown == 1, "a release leg, as nobody knows that the first one had been fetched")
+        ledger.unknown = 0
+        asked = [request.json() for request in d.requests]
+        legs = [one["kv_transfer_params"]["remote_request_id"] for one in asked if one["stream"]]
+        assert legs == [p.requests[0].get("x-request-id"), p.requests[1].get("x-request-id")] and len(set(legs)) == 2
+        assert [one["max_tokens"] for one in asked if not one["stream"]] == [1]
         assert len(p.requests) == 2
         await at_rest(gateway, ledger, p, d)
 
