@@ -37,7 +37,7 @@ async def decode(
     connection = await _reach(means, call, paired, tried)
     assert call.connections is not None and call.lease is not None and paired.pair is not None
     backend, name = call.lease.backend, settings.connector.name
-    now = time.monotonic()
+    now, fetches = time.monotonic(), request is None
     if request is None:
         if paired.holding is not None and dead(settings.hold, paired.answered, now):
             raise LegFailed("decode", backend, TransferFailed("what prefill held was too old to be handed over"))
@@ -57,7 +57,7 @@ async def decode(
         response = await asyncio.shield(answer)
         exchange.head_received = time.monotonic()
         if 200 <= response.status < 300:
-            await _begun(call, paired, connection, response, begin)
+            await _begun(call, paired, connection, response, begin, fetches)
     except UpstreamFailed as failure:
         means.blame(call.exchange, backend, failure)
         raise LegFailed("decode", backend, of_leg("decode", failure)) from None
@@ -103,8 +103,11 @@ async def _reach(means: Means, call: Call, paired: Paired, tried: list[Backend])
         paired.pair = paired.pair._replace(decode=means.fleet.engines[name])
 
 
-async def _begun(call: Call, paired: Paired, connection: Connection, response: ResponseHead, begin: type[Opening]) -> None:
-    """Wait for the first octet of decode's body. Raises UpstreamFailed, LegFailed, EngineRefused."""
+async def _begun(
+    call: Call, paired: Paired, connection: Connection, response: ResponseHead, begin: type[Opening], fetches: bool
+) -> None:
+    """Wait for the first octet of decode's body. `fetches`: what prefill has, or computes at the same time. Raises
+    UpstreamFailed, LegFailed, EngineRefused."""
     hold = call.policy.hold and is_event_stream(response) and begin is Opening
     opening = paired.opening = call.hold = (Hold if hold else begin)(connection, response, call.dialect)
     opening.done.add_done_callback(heard)
@@ -115,7 +118,7 @@ async def _begun(call: Call, paired: Paired, connection: Connection, response: R
     said = error or (opening.data if isinstance(opening, Opening) else b"")
     sign = paired.settings.connector.sign(said, response.status, paired.asked) if said else Sign.NOTHING
     paired.missed = sign is Sign.MISSED
-    if sign is Sign.FAILED and paired.handoff is not None:
+    if sign is Sign.FAILED and fetches:
         assert call.lease is not None
         failed = TransferFailed("the decode engine could not take over what the prefill engine had computed")
         raise LegFailed("decode", call.lease.backend, failed)

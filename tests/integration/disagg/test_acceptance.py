@@ -143,6 +143,10 @@ async def test_38_cut_at_every_offset(start_gateway: Start) -> None:
             answer = await client.ask()
             assert answer.complete and hashlib.sha256(answer.body).hexdigest() == wanted, offset
         client.fin()
+        # and whoever counts beside it counts the same
+        lines = await gateway.logged(len(FRAMES))
+        assert {(line["outcome"], line["output_tokens"]) for line in lines} == {("complete", 5)}  # the one that ends it, too
+        assert await gateway.metric("tokenpipe_time_to_first_token_seconds_count") == len(FRAMES)
         await at_rest(gateway, ledger, p, d)
 
 
@@ -347,18 +351,23 @@ async def test_65_a_role_is_no_token(start_gateway: Start) -> None:
 
         p.script, d.script = prefill(ledger, seconds=0.15), decode(ledger, script)
         gateway = await start_gateway(config=config([p], [d]))
-        began = time.monotonic()
-        assert (await gateway.ask()).status == 200
-        took = time.monotonic() - began
-        await gateway.idle()
-        samples = await gateway.metrics()
-        parts = ("pd_prefill", "pd_decode_first_byte", "queue", "pd_handoff")
-        sums = [samples.value(f"tokenpipe_{name}_seconds_sum") for name in parts]
-        assert sums[0] >= 0.15 and sums[1] >= 0.1
-        assert abs(sum(sums) - samples.value("tokenpipe_time_to_first_byte_seconds_sum")) < 0.05  # body, pick, our own steps
-        first = samples.value("tokenpipe_time_to_first_token_seconds_sum")
-        assert sum(sums) + 0.2 <= first + 0.005
-        assert first <= took + 0.05  # it is marked behind the write, which the client may have read by then
+        names = ("pd_prefill", "pd_decode_first_byte", "queue", "pd_handoff", "time_to_first_byte", "time_to_first_token")
+        before, apart = dict.fromkeys(names, 0.0), []
+        for _ in range(5):
+            began = time.monotonic()
+            assert (await gateway.ask()).status == 200
+            took = time.monotonic() - began
+            await gateway.idle()
+            samples = await gateway.metrics()
+            sums = {name: samples.value(f"tokenpipe_{name}_seconds_sum") for name in names}
+            these = {name: sums[name] - before[name] for name in names}
+            before = sums
+            parts = sum(these[name] for name in names[:4])
+            assert these["pd_prefill"] >= 0.15 and these["pd_decode_first_byte"] >= 0.1
+            apart.append(abs(parts - these["time_to_first_byte"]))  # body, pick, our own steps
+            assert parts + 0.2 <= these["time_to_first_token"] + 0.005
+            assert these["time_to_first_token"] <= took + 0.05  # marked behind the write, which was read by then
+        assert min(apart) < 0.005 and max(apart) < 0.1, apart  # of five the best, as the machine may have other things to do
         await at_rest(gateway, ledger, p, d)
 
 

@@ -137,6 +137,19 @@ async def test_it_goes_on(start_gateway: Start, chat: bool, words: int) -> None:
         assert samples.value("tokenpipe_inter_token_latency_seconds_count") == len(WORDS) - 1
 
 
+async def test_46_what_is_left_of_a_limit(start_gateway: Start) -> None:
+    """Of the one that the client gave: it gets no other."""
+    async with engines() as ((p,), (d,), ledger):
+        engine = Engine(ledger, 5)
+        d.script = engine.script
+        gateway = await start_gateway(config=on([p], [d]))
+        answer = await gateway.ask(s.post({**CHAT, **COUNTED, "max_completion_tokens": 100}))
+        assert text_of(answer.body) == "".join(WORDS)
+        assert [asked.get("max_completion_tokens") for asked in engine.asked] == [100, 95]
+        assert not any("max_tokens" in asked for asked in engine.asked)
+        await at_rest(gateway, ledger, p, d)
+
+
 @pytest.mark.parametrize("prompt", [PROMPT["prompt"], [501, 502]], ids=["words", "tokens"])
 async def test_a_completion_goes_on_from_its_tokens(start_gateway: Start, prompt: Any) -> None:
     """Where the stream tells them all (return_token_ids): the text is not cut into tokens once more."""
