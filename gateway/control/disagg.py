@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from gateway.configdisagg import FLAGS, KEY, Disaggregation, key_of_flags
 from gateway.configvalues import split_url
 from gateway.core.disagg import CONNECTORS
-from gateway.core.disagg.base import GENERATING, Engine, Order, Release, Rules
+from gateway.core.disagg.base import GENERATING, Engine, Release, Rules
 from gateway.core.members import Member
 from gateway.net.paired import PairSettings
 
@@ -30,8 +30,8 @@ def pair_settings(disaggregation: Disaggregation, callback: str = "") -> PairSet
     )
     # what is not set is the connector's own; and where nothing is held, no setting makes it so
     hold = found.hold if disaggregation.hold == Disaggregation().hold or not found.hold else disaggregation.hold
-    if found.order is Order.CONCURRENT and found.release_policy is Release.NEVER:
-        hold = 0.0  # prefill answers when decode has fetched: an answer means that nothing is held any more
+    if found.waits:
+        hold = 0.0
     release = found.release_policy if disaggregation.release == "auto" else Release(disaggregation.release)
     return PairSettings(
         found(rules),

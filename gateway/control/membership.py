@@ -258,6 +258,8 @@ def described(entry: Entry) -> dict[str, Any]:
         "penalty": round(b.penalty.at(now), 2),
         "in_flight": b.in_flight,
         "max_in_flight": b.max_in_flight,
+        "unread_tokens": b.tokens,
+        "held_tokens": b.held,
         "weight": b.weight,
         "connections": entry.connections.size,
         "models": list(b.models or ()),

@@ -2,7 +2,8 @@
 
 A backend that dies in mid-stream leaves a text that the client has and another backend has not. Chat is gone on with as an
 assistant's message that is to be continued (vLLM's `continue_final_message`, `add_generation_prompt`), a completion as a longer
-prompt. All that is done to the client's body is splicing: every other octet stays as it was.
+prompt: of token ids, where the stream has told them all (`return_token_ids`), as a text is not always cut into the tokens that
+it came as. All that is done to the client's body is splicing: every other octet stays as it was.
 
 That is honest only where the second half is what the first backend might have said. So nothing is gone on with that depends on
 more than the text: tools, structured output, logprobs, several choices, penalties that count what was generated, stop strings
@@ -65,8 +66,9 @@ class Continuation(NamedTuple):
     counts: bool
     usage: bool  # the client is told how many there were
 
-    def after(self, text: str, tokens: int | None) -> bytes | None:
-        """The body that asks for what follows `text`, of which the client has `tokens` tokens; None where it cannot be had."""
+    def after(self, text: str, tokens: int | None, prompt: bytes = b"", ids: bytes = b"") -> bytes | None:
+        """The body that asks for what follows `text`, of which the client has `tokens` tokens; None where it cannot be had.
+        `ids`: of these tokens, and `prompt`: of those before them, as the insides of JSON arrays, where they are known."""
         if not text:
             return self.body  # nothing has been said yet: the same question
         if self.counts and tokens is None:
@@ -75,7 +77,7 @@ class Continuation(NamedTuple):
         limits = _shrink(self.path, found, tokens or 0)
         if limits is None:
             return None
-        grown = _chat(self.body, found, text) if self.path == CHAT else _prompt(found, text)
+        grown = _chat(self.body, found, text) if self.path == CHAT else _prompt(self.body, found, text, prompt, ids)
         return None if grown is None else splice(self.body, grown + limits)
 
 
@@ -97,7 +99,7 @@ def continuation(path: bytes, body: bytes, *, injected: bool = False) -> Continu
         harmless = _HARMLESS.get(key)
         if harmless is None or not harmless(value):
             return None
-    if not (_fit_for_chat(members) if path == CHAT else isinstance(members.get("prompt"), str)):
+    if not (_fit_for_chat(members) if path == CHAT else _is_one_prompt(members.get("prompt"))):
         return None
     limited = any(type(members.get(key)) is int for key in _LIMITS)
     if any(members.get(key) is not None and type(members.get(key)) is not int for key in _LIMITS):
@@ -117,6 +119,11 @@ def _fit_for_chat(members: dict[str, Any]) -> bool:
         return members.get("add_generation_prompt") is not False
     last = messages[-1]
     return last.get("role") == "assistant" and isinstance(last.get("content"), str)
+
+
+def _is_one_prompt(prompt: object) -> bool:
+    """Text, or token ids."""
+    return isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and all(type(one) is int for one in prompt))
 
 
 def _members(body: bytes) -> list[Member]:
@@ -149,10 +156,14 @@ def _shrink(path: bytes, found: dict[str, Member], tokens: int) -> list[Edit] | 
     return edits
 
 
-def _prompt(found: dict[str, Member], text: str) -> list[Edit] | None:
+def _prompt(body: bytes, found: dict[str, Member], text: str, before: bytes, ids: bytes) -> list[Edit] | None:
     prompt = found.get("prompt")
     if prompt is None:
         return None
+    if body[prompt.value_begin : prompt.value_begin + 1] == b"[":  # its own ids
+        return [Edit(prompt.end - 1, prompt.end - 1, b", " + ids)] if ids else None
+    if before and ids:
+        return [Edit(prompt.value_begin, prompt.end, b"[%b, %b]" % (before, ids))]
     return [Edit(prompt.end - 1, prompt.end - 1, _within_string(text))]
 
 

@@ -51,6 +51,7 @@ class _Choice(msgspec.Struct, gc=False):
     text: str | None = None
     finish_reason: str | None = None
     token_ids: list[int] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"")  # of a completion, on its first event
 
 
 class Chunk(msgspec.Struct, gc=False):
@@ -86,6 +87,9 @@ class Seam:
         self._tokens: int | None = 0  # that the text stands for; None: not known
         self._here: int | None = 0  # of the answer being read, also those whose text is still to come
         self._prompt: int | None = None
+        self._prompt_ids = b""  # of a completion's prompt, as within a JSON array
+        self._ids: bytearray | None = bytearray()  # that a completion has had generated; None: not all are known
+        self._ids_end = 0  # those whose text is with the client; 0: not known which these are
         self._same: dict[str, bytes] = {}  # the members that all events have in common, as the first one has them
         self._role = False
         self._finished = self._terminal = False
@@ -149,7 +153,10 @@ class Seam:
         text = "".join(self._text)
         if text and self._continuation.usage and self._prompt is None:
             return None
-        return self._continuation.after(text, self._tokens)
+        ids = b"" if self._ids is None else bytes(self._ids[1 : self._ids_end])
+        if ids:
+            self._tokens = ids.count(b",") + 1
+        return self._continuation.after(text, self._tokens, self._prompt_ids, ids)
 
     def go_on(self) -> None:
         """What is fed from now on is another backend's answer to `body()`."""
@@ -157,6 +164,10 @@ class Seam:
         self._half, self._held, self.broke = b"", [], None
         self._second, self._again = True, not self._text
         self._before, self._here, self._counted = self._tokens or 0, 0, self._tokens is not None
+        if self._ids is not None and (self._ids_end or self._again):
+            del self._ids[self._ids_end :]  # the others are generated anew
+        else:
+            self._ids = None
         self._known = (b"", b"")
 
     def give_up(self) -> list[bytes]:
@@ -253,6 +264,8 @@ class Seam:
             self._text = []
             return
         text = delta.content if self._chat else choice.text
+        if not self._chat:
+            self._note_ids(choice, text)
         if usage is not None and usage.completion_tokens is not None:
             self._here = usage.completion_tokens
         elif choice.token_ids is not None and self._here is not None:
@@ -268,6 +281,20 @@ class Seam:
             if self._size > TEXT_MOST:
                 self._surrender()
 
+    def _note_ids(self, choice: _Choice, text: str | None) -> None:
+        if not self._prompt_ids and (self._again or not self._second):
+            self._prompt_ids = _inside(choice.prompt_token_ids)
+        if self._ids is None:
+            return
+        if choice.token_ids:
+            for one in choice.token_ids:
+                self._ids += b",%d" % one
+        elif text:
+            self._ids = None
+            return
+        if text:  # the last of several may be half of a character, which comes with the next one
+            self._ids_end = len(self._ids) if len(choice.token_ids or ()) == 1 else 0
+
     def _rewritten(self, event: bytes, data: bytes, chunk: Chunk) -> bytes:
         """An event of an answer that goes on, as one of the first one's; empty where it has no place there."""
         if chunk.choices:
@@ -280,6 +307,8 @@ class Seam:
         if chunk.usage is not None:
             unknown = not chunk.choices and not self._continuation.usage and self._usage({}, chunk.usage) is None
             return b"" if unknown else self._anew(data, chunk)
+        if self._prompt_ids and chunk.choices and _inside(chunk.choices[0].prompt_token_ids):
+            return self._anew(data, chunk)
         begin, instead = self._known
         if begin and event.startswith(begin):
             return instead + event[len(begin) :]
@@ -299,6 +328,8 @@ class Seam:
         said |= {key: msgspec.Raw(value) for key, value in self._same.items() if key in said}
         if self._role and chunk.choices and said["choices"][0].get("delta"):
             said["choices"][0]["delta"].pop("role", None)
+        if self._prompt_ids and chunk.choices and said["choices"][0].get("prompt_token_ids"):
+            said["choices"][0]["prompt_token_ids"] = None  # told already, and this prompt is a longer one
         if chunk.usage is not None:
             said["usage"] = self._usage(said["usage"], chunk.usage)
         return b"data: %b\n\n" % msgspec.json.encode(said)
@@ -320,6 +351,12 @@ class Seam:
 def payload(event: bytes) -> bytes:
     """What one event says; nothing where it has other lines before that."""
     return event[5:].strip() if event.startswith(b"data:") else b""
+
+
+def _inside(array: msgspec.Raw) -> bytes:
+    """What stands in a JSON array; nothing where it is none."""
+    octets = bytes(array)
+    return octets[1:-1].strip() if octets.startswith(b"[") else b""
 
 
 def _is_one(piece: bytes) -> bool:

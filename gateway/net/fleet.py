@@ -121,8 +121,9 @@ class Fleet:
         return None if way is None else way.rewritten or way.model or call.exchange.model
 
     def of_model(self, role: str, name: str | None) -> Pool:
+        """`both`: those that serve whole requests, and who decodes."""
         try:
-            found = self.roles[role].find(name)
+            found = (self.models if role == "both" else self.roles[role]).find(name)
         except Refusal:
             return _NOBODY
         assert isinstance(found, Way)

@@ -90,14 +90,16 @@ class PairObserver(Protocol):
 
 class Paired:
     __slots__ = (
-        "_releases", "answer", "answered", "asked", "call", "conversation", "edits", "handoff", "holding", "missed", "opening",
-        "pair", "prefill", "said", "sent", "settings", "state", "task", "tasks", "tokens", "transferred", "unresumed",
+        "_releases", "answer", "answered", "asked", "call", "conversation", "edits", "encoder", "handoff", "holding", "missed",
+        "opening", "pair", "prefill", "said", "sent", "settings", "state", "task", "tasks", "tokens", "transferred",
+        "unresumed",
     )  # fmt: skip
 
     def __init__(self, call: Call, asked: Asked, settings: PairSettings, releases: Releases, tokens: int):
         self.call, self.asked, self.settings, self._releases, self.tokens = call, asked, settings, releases, tokens
         self.state = State.QUEUED
         self.prefill: Leg = beside(call.exchange)
+        self.encoder: Leg | None = None  # that is there for the first of its media
         self.pair: Pair | None = None
         self.handoff: Handoff | None = None
         self.holding: Holding | None = None
@@ -272,6 +274,8 @@ class Paired:
         state, self.state = self.state, State.DONE
         self.fetched()
         self._cancel(self.tasks if self.task is None else (self.task, *self.tasks))
+        if self.encoder is not None:
+            self.encoder.end()
         if state is State.STREAMING:  # decode has what prefill held
             self.prefill.end()
         else:

@@ -75,6 +75,20 @@ def test_completions(
     assert json.loads(body) == ({"max_tokens": 16 - tokens, **wanted} if "max_tokens" not in limits else wanted)
 
 
+@pytest.mark.parametrize("blank", ["", " "])
+def test_a_prompt_of_tokens(blank: str) -> None:
+    """It grows by those that were generated, where these are known."""
+    of = made(COMPLETIONS, f'{{"prompt": [1, 2{blank}], "stream": true, "max_tokens": 9}}'.encode())
+    assert of.after("x", 2) is None
+    assert json.loads(of.after("x", 2, ids=b"3,4") or b"") == {"prompt": [1, 2, 3, 4], "stream": True, "max_tokens": 7}
+
+
+def test_a_prompt_of_words_whose_tokens_are_known() -> None:
+    of = made(COMPLETIONS, b'{"prompt": "ab", "stream": true, "max_tokens": 9}')
+    assert json.loads(of.after("x", 2, b"1, 2", b"3,4") or b"") == {"prompt": [1, 2, 3, 4], "stream": True, "max_tokens": 7}
+    assert json.loads(of.after("x", 2, b"", b"3,4") or b"")["prompt"] == "abx"
+
+
 def test_nothing_else_is_touched() -> None:
     """Numbers as they were written, doubled members, blanks: all but the seam is the client's."""
     body = b' {"seed":1.0, "temperature" :1e0,"user":"\\u00e9", "max_tokens":9,"stream":true,"messages": [ {"role":"user","content":"\\ud83d\\ude42"} ] } '  # noqa: E501
@@ -119,8 +133,8 @@ def test_what_asks_for_nothing_special(more: dict[str, Any]) -> None:
     assert made(CHAT, json.dumps({**ASKED, **more}).encode()).after("x", None) is not None
 
 
-@pytest.mark.parametrize("prompt", [["a"], [1, 2], [[1]], None, 3])
-def test_only_one_prompt_in_words(prompt: Any) -> None:
+@pytest.mark.parametrize("prompt", [["a"], [], [1, "a"], [1, True], [[1]], None, 3])
+def test_only_one_prompt(prompt: Any) -> None:
     assert continuation(COMPLETIONS, json.dumps({**PROMPT, "prompt": prompt}).encode()) is None
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.continuation import CHAT, continuation
+from gateway.core.continuation import CHAT, COMPLETIONS, continuation
 from gateway.core.framing import LAST_CHUNK, ChunkedReader, frame
 from gateway.core.outcome import Outcome
 from gateway.core.seam import TEXT_MOST, Seam
@@ -165,6 +165,54 @@ def test_tokens_by_their_ids() -> None:
     assert json.loads(joint.body() or b"")["max_tokens"] == 6
     joint.feed(octets([event(delta={"content": "d"})], False))
     assert joint.body() is None  # one of them was not counted
+
+
+def completion(prompt: Any, **more: Any) -> Seam:
+    asked = {"model": "m", "prompt": prompt, "stream": True, "return_token_ids": True, "max_tokens": 20, **more}
+    found = continuation(COMPLETIONS, json.dumps(asked).encode())
+    assert found is not None
+    return Seam(found)
+
+
+def said(text: str, ids: list[int] | None, number: int = 1, **choice: Any) -> bytes:
+    return event(number, text=text, token_ids=ids, finish_reason=None, **choice)
+
+
+@pytest.mark.parametrize("prompt", ["ab", [5, 6]])
+def test_a_completion_goes_on_from_its_tokens(prompt: Any) -> None:
+    """Text may be cut into other tokens than it came as. Those without a text yet are not with the client."""
+    joint = completion(prompt)
+    joint.feed(octets([said("c", [7], prompt_token_ids=[5, 6]), said("", [8]), said("d", [9]), said("", [10])], False))
+    asked = json.loads(joint.body() or b"")
+    assert (asked["prompt"], asked["max_tokens"]) == ([5, 6, 7, 8, 9], 17)
+    joint.go_on()
+    (piece,) = joint.feed(octets([said("e", [11], 2, prompt_token_ids=[5, 6, 7, 8, 9])], False))
+    assert json.loads(piece[6:])["choices"][0]["prompt_token_ids"] is None  # the client's own has been told
+    assert json.loads(piece[6:])["choices"][0]["token_ids"] == [11]
+    joint.feed(octets([said("f", [12], 2)], False))
+    asked = json.loads(joint.body() or b"")
+    assert (asked["prompt"], asked["max_tokens"]) == ([5, 6, 7, 8, 9, 11, 12], 15)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [said("c", [7, 8], prompt_token_ids=[5, 6])],  # the second may be half of a character
+        [said("c", None, prompt_token_ids=[5, 6]), said("", [8])],
+        [said("c", [7])],
+    ],
+    ids=["several at once", "untold", "the prompt's are untold"],
+)
+def test_a_completion_goes_on_from_its_text_where_tokens_are_not_all_known(events: list[bytes]) -> None:
+    joint = completion("ab", max_tokens=None)
+    joint.feed(octets(events, False))
+    assert json.loads(joint.body() or b"")["prompt"] == "abc"
+    joint.go_on()
+    joint.feed(octets([said("d", [9], 2, prompt_token_ids=[1, 2, 3])], False))
+    assert json.loads(joint.body() or b"")["prompt"] == "abcd"
+    joint = completion([5, 6], max_tokens=None)
+    joint.feed(octets(events, False))
+    assert (joint.body() is None) == (len(events) > 1 or b"8" in events[0])
 
 
 def test_usage_of_an_answer_that_had_not_begun_is_its_own() -> None:

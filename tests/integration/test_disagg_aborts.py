@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -41,6 +42,37 @@ async def test_during_prefill(start_gateway: Start) -> None:
         samples = await gateway.metrics()
         assert samples.value("tokenpipe_pd_aborts_total", phase="prefill") == 1
         assert samples.value("tokenpipe_client_aborts_total", phase="prefill") == 1
+
+
+@pytest.mark.parametrize("phase", ["prefill", "stream"])
+async def test_31_35_at_once(start_gateway: Start, phase: str) -> None:
+    """Within 100 ms the engine is told, which says nothing meanwhile, and the load is given back; of five tries the best, as
+    the machine may have other things to do."""
+    async with engines() as ((p,), (d,), ledger):
+        held = s.Held() if phase == "prefill" else s.Held(s.SSE_HEAD, s.chunk(OUTPUT[0]))
+        if phase == "prefill":
+            p.script = held
+        else:
+            d.script = decode(ledger, held)
+        gateway = await start_gateway(config=config([p], [d]))
+        times = []
+        for number in range(5):
+            client = await gateway.connect()
+            await client.send(s.post())
+            engine = p if phase == "prefill" else d
+            await engine.wait_requests(number + 1)
+            if phase == "stream":
+                await client.receive_until(OUTPUT[0])
+            began = time.monotonic()
+            client.reset()
+            await engine.wires[-1].wait_closed(timeout=5)
+            while await gateway.metric("tokenpipe_backend_in_flight"):
+                pass
+            times.append(time.monotonic() - began)
+        assert min(times) < 0.1, times
+        await at_rest(gateway, ledger, p, d)
+        assert await gateway.metric("tokenpipe_pd_aborts_total", phase=phase) == 5
+        assert len(d.requests) == (0 if phase == "prefill" else 5)
 
 
 @pytest.mark.parametrize("grace", [0, 20])
@@ -130,6 +162,32 @@ async def test_no_longer_than_the_grace(start_gateway: Start) -> None:
         await (await held.wire()).wait_closed(timeout=3)
         await at_rest(gateway, ledger, p, d)
         assert await gateway.metric("tokenpipe_pd_stranded_total") == 0
+
+
+@pytest.mark.parametrize("body", [s.CHAT, WHOLE])
+async def test_34_engines_that_do_not_survive_an_abort(start_gateway: Start, body: dict[str, Any]) -> None:
+    """No grace ends a leg on these before its first octet."""
+    async with engines() as ((p,), (d,), ledger):
+        go_on = asyncio.Event()
+
+        async def slow(wire: HttpWire, request: Message) -> None:
+            await go_on.wait()
+            assert wire.ended is None
+            await decode(ledger)(wire, request)
+
+        d.script = slow
+        flags = {"abort_unsafe": True, "admission_grace": 0.1}
+        gateway = await start_gateway(config=config([p], [d], disaggregation=flags))
+        await leave(gateway, body, d.wait_requests)
+        await gateway.logged(outcome="client_gone")
+        await asyncio.sleep(0.5)
+        assert not d.wires[0].ended and await gateway.metric("tokenpipe_pd_release_inflight") == 1
+        go_on.set()
+        await at_rest(gateway, ledger, p, d)
+        assert not ledger.held and len(d.requests) == 1
+        samples = await gateway.metrics()
+        assert samples.value("tokenpipe_pd_release_total", result="detached") == 1
+        assert samples.value("tokenpipe_pd_stranded_total") == 0
 
 
 @pytest.mark.parametrize("how", ["hang", "reset"])

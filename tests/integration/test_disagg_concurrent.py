@@ -205,8 +205,27 @@ async def test_mooncake(start_gateway: Start) -> None:
         assert (params["remote_engine_id"], params["remote_bootstrap_addr"]) == ("old", f"http://127.0.0.1:{boot.port}")
         assert p.requests[0].json()["kv_transfer_params"]["transfer_id"] == params["transfer_id"]
         assert p.requests[0].get("x-data-parallel-rank") == "0"
-        await gateway.ask()
-        assert d.requests[-1].json()["kv_transfer_params"]["remote_engine_id"] in ("old", "new")
+        # started anew: one attempt fails, and the next one, under another id, knows
+        assert (await gateway.ask()).body == b"".join(OUTPUT)
+        asked = [request.json() for request in d.requests[2:] if request.json()["stream"]]
+        assert [one["kv_transfer_params"]["remote_engine_id"] for one in asked] == ["old", "new"]
+        assert len({one["kv_transfer_params"]["transfer_id"] for one in asked}) == 2
+        assert boot.probed.count("/query") == 2
+        await at_rest(gateway, Ledger(), p, d)
+
+
+async def test_56_mooncake_s_prefill_fails(start_gateway: Start) -> None:
+    """Decode, which would wait for ever, is closed; prefill's words are the client's."""
+    async with engines(2) as ((p, boot), (d,), _):
+        boot.probes["/query"] = s.reply(200, {"0": {"engine_id": "e"}})
+        p.script, d.script = s.reply(400, b'{"error": "mine"}'), s.Held()
+        text = json.loads(config([p], [d], disaggregation={"connector": "mooncake"}))
+        text["backends"][0]["connector"] = {"bootstrap_port": boot.port}
+        gateway = await start_gateway(config=json.dumps(text))
+        answer = await gateway.ask()
+        assert (answer.status, answer.body) == (400, b'{"error": "mine"}')
+        for wire in d.script.wires:
+            await wire.wait_closed(timeout=2)
         await at_rest(gateway, Ledger(), p, d)
 
 

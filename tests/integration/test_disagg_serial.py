@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.test_fleet import refusing, states
 from tests.support import script as s
-from tests.support.gateway import Gateway
+from tests.support.gateway import Gateway, until
 from tests.support.pairs import NULLS, OUTPUT, at_rest, config, decode, engines, prefill
 
 Start = Callable[..., Awaitable[Gateway]]
@@ -168,6 +168,30 @@ async def test_another_prefill_after_an_error(start_gateway: Start, status: int)
         assert await gateway.metric("tokenpipe_retries_total", reason="prefill_status") == 1
 
 
+@pytest.mark.parametrize("status", [500, 429])
+async def test_17_19_the_other_prefill_serves(start_gateway: Start, status: int) -> None:
+    """One more call, under a new id, and the client knows nothing of it. It counts against the one that failed: by its load,
+    not by its breaker, which is for what says nothing (deploy/health.md)."""
+    async with engines(2) as ((bad, good), (d,), ledger):
+        bad.script = s.reply(status, b"{}", [s.JSON_TYPE, ("retry-after", "0")])
+        gateway = await start_gateway(config=config([bad, good], [d], breaker={"failures": 1}))
+        asked = 0
+        while not bad.requests:
+            assert (await gateway.ask()).body == b"".join(OUTPUT)
+            asked += 1
+            assert (len(good.requests), len(d.requests)) == (asked, asked)
+            assert asked < 10
+        ids = [request.get("x-request-id") for p in (bad, good) for request in p.requests]
+        assert len(set(ids)) == len(ids)
+        assert [r.get("x-request-id") for r in d.requests] == [r.get("x-request-id") for r in good.requests]
+        assert await gateway.metric("tokenpipe_retries_total", reason="prefill_status") == len(bad.requests)
+        for _ in range(5):
+            assert (await gateway.ask()).status == 200
+        assert len(bad.requests) == 1
+        assert {b["breaker"] for b in await states(gateway)} == {"closed"}
+        await at_rest(gateway, ledger, bad, good, d)
+
+
 @pytest.mark.parametrize("how", ["refused", "reset", "incomplete", "nothing"])
 async def test_another_prefill_after_a_failure(start_gateway: Start, how: str) -> None:
     """Decode never gets anything but what a prefill has handed over."""
@@ -269,8 +293,12 @@ async def test_prefilled_anew_after_decodes_failure(start_gateway: Start, how: s
         gateway = await start_gateway(config=config([p], [d]))
         answer = await gateway.ask()
         assert (answer.status, answer.body) == (200, b"".join(OUTPUT))
-        first, second = (r.json()["kv_transfer_params"]["remote_request_id"] for r in (d.requests[0], d.requests[-1]))
-        assert first != second
+        await until(lambda: ledger.unknown == 1, "a release leg, as nobody knows that the first one had been fetched")
+        ledger.unknown = 0
+        asked = [request.json() for request in d.requests]
+        legs = [one["kv_transfer_params"]["remote_request_id"] for one in asked if one["stream"]]
+        assert legs == [p.requests[0].get("x-request-id"), p.requests[1].get("x-request-id")] and len(set(legs)) == 2
+        assert [one["max_tokens"] for one in asked if not one["stream"]] == [1]
         assert len(p.requests) == 2
         await at_rest(gateway, ledger, p, d)
 
@@ -304,6 +332,7 @@ async def test_no_decode_takes_connections(start_gateway: Start) -> None:
             gateway = await start_gateway(config=config([p], [nowhere], disaggregation={"hold": 1}))
             answer = await gateway.ask()
         assert (answer.status, answer.get("x-gateway-error")) == (503, "no_backend")
+        assert answer.get("retry-after") is not None
         assert "the decode leg" in answer.json()["error"]["message"]
         await at_rest(gateway, ledger, p)
         assert await gateway.metric("tokenpipe_pd_stranded_total", connector="nixl") == len(ledger.held) == 1
@@ -334,18 +363,21 @@ async def test_a_first_error_is_relayed_or_a_status(start_gateway: Start) -> Non
             await at_rest(gateway, ledger, p, d)
 
 
-async def test_decode_dies_mid_stream(start_gateway: Start) -> None:
-    """The client can tell: no proper end."""
+@pytest.mark.parametrize("how", ["reset", "fin"])
+async def test_29_decode_dies_mid_stream(start_gateway: Start, how: str) -> None:
+    """The client can tell: no proper end; and it is counted."""
     async with engines() as ((p,), (d,), ledger):
-
-        async def dies(wire: Any, request: Any) -> None:
-            await wire.send(s.SSE_HEAD + s.chunk(s.delta("a")))
-            wire.reset()
-
-        d.script = decode(ledger, dies)
+        d.script = decode(ledger, s.raw(s.SSE_HEAD + s.chunk(OUTPUT[0]), then=how))
         gateway = await start_gateway(config=config([p], [d]))
-        answer = await gateway.ask()
-        assert answer.status == 200 and not answer.complete and b"[DONE]" not in answer.body
+        client = await gateway.connect()
+        await client.send(s.post())
+        await client.wait_closed()
+        client.fin()
+        assert client.pending.endswith(s.chunk(OUTPUT[0]))  # the last chunk would be a proper end
+        assert b"[DONE]" not in client.pending
+        assert (await gateway.logged())[0]["outcome"] == "upstream_reset"
+        assert await gateway.metric("tokenpipe_requests_total", outcome="upstream_reset") == 1
+        assert (len(p.requests), len(d.requests)) == (1, 1)
         await at_rest(gateway, ledger, p, d)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from gateway.synthetic.server import MockSettings, SyntheticUpstream
 from tests.support.client import RawClient
 from tests.support.gateway import Gateway
+from tests.support.pairs import loads
 from tests.support.script import get, post
 from tests.support.upstream import listening_socket
 
@@ -22,7 +23,6 @@ Start = Callable[..., Awaitable[Gateway]]
 PROMPT = "tell me about the weather in all of Europe " * 20
 CHAT = {"model": "synthetic", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, "seed": 7}
 COMPLETION = {"model": "synthetic", "prompt": PROMPT, "max_tokens": 12, "seed": 7}
-LOADS = ("tokenpipe_requests_in_flight", "tokenpipe_backend_in_flight")
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 BODIES = {"chat": CHAT, "completions": COMPLETION}
 
@@ -86,21 +86,20 @@ class Engines:
     async def at_rest(self, gateway: Gateway, *, seconds: float = 10.0) -> None:
         """I1 to I4."""
         samples: Any = []
-        left = 0
+        left, busy = 0, {}
         try:
             async with asyncio.timeout(seconds):
                 while True:
                     samples, left = await gateway.metrics(), await self.held()
                     stranded = samples.value("tokenpipe_pd_stranded_total")
-                    busy = samples.value("tokenpipe_pd_release_inflight")
-                    busy += sum(v for n, _, v in samples if n in LOADS)
+                    busy = await loads(gateway, samples, held=stranded > 0)
                     if not busy and left <= stranded and not any(mock.running or mock.waiting for mock in self.all):
                         break
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.05)
         except TimeoutError:
-            told = [s for s in samples if s[2] and (s[0] in LOADS or s[0].startswith("tokenpipe_pd"))]
+            told = [s for s in samples if s[2] and s[0].startswith("tokenpipe_pd") and s[0].endswith("_total")]
             states = await self.states(self.all)
-            raise AssertionError(f"held {left}, {told}, {states}, running {[m.running for m in self.all]}") from None
+            raise AssertionError(f"held {left}, {busy}, {told}, {states}, running {[m.running for m in self.all]}") from None
         gateway.check_tidy()
 
 

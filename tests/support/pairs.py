@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from tests.support import script as s
-from tests.support.gateway import Gateway, until
+from tests.support.gateway import Gateway, Samples, until
 from tests.support.messages import HttpWire, Message
 from tests.support.script import Script
 from tests.support.upstream import RawUpstream
@@ -22,12 +22,12 @@ NULLS = {
 
 
 class Ledger:
-    """What is held, and what was asked for that was not."""
+    """What is held; `unknown`: what was asked for that was not; `alone`: requests that ask for nothing."""
 
     def __init__(self) -> None:
         self.held: set[str] = set()
         self.ever = 0
-        self.unknown = 0
+        self.unknown = self.alone = 0
 
     def hold(self, request_id: str) -> dict[str, Any]:
         self.held.add(request_id)
@@ -40,6 +40,9 @@ class Ledger:
         """As a decode engine does; whether it was there."""
         params = json.loads(request.body).get("kv_transfer_params") or {}
         name = params.get("remote_request_id")
+        if not name:
+            self.alone += 1
+            return False
         if name in self.held:
             self.held.discard(name)
             return True
@@ -108,18 +111,42 @@ def config(ps: Sequence[Any], ds: Sequence[Any], both: Sequence[Any] = (), **mor
 
 
 async def at_rest(gateway: Gateway, ledger: Ledger, *upstreams: RawUpstream) -> None:
-    """I1 to I4 of pd.md 7.0: nothing is held that is not counted, nothing in flight, no connection but idle ones."""
-    async with asyncio.timeout(5):
-        while True:
-            samples = await gateway.metrics()
-            flying = samples.value("tokenpipe_pd_release_inflight")
-            flying += sum(v for n, _, v in samples if n in ("tokenpipe_requests_in_flight", "tokenpipe_backend_in_flight"))
-            stranded = sum(v for n, _, v in samples if n == "tokenpipe_pd_stranded_total")
-            if not flying and len(ledger.held) <= stranded:
-                break
-            await asyncio.sleep(0.02)
+    """I1 to I4 of pd.md 7.0: nothing is held that is not counted, all loads and gauges are 0, no connection but idle ones,
+    nothing pending; and decode has come for nothing that was not there."""
+    busy: dict[str, Any] = {}
+    try:
+        async with asyncio.timeout(5):
+            while True:
+                samples = await gateway.metrics()
+                stranded = samples.value("tokenpipe_pd_stranded_total")
+                busy = await loads(gateway, samples, held=stranded > 0)
+                busy |= {"connections": found} if (found := [u for u in upstreams if u.under_way]) else {}
+                busy |= {"held": ledger.held} if len(ledger.held) > stranded else {}
+                if not busy:
+                    break
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"not at rest: {busy}") from None
     assert not [u.failures for u in upstreams if u.failures]
+    assert not ledger.unknown
     gateway.check_tidy()
+
+
+GAUGES = (
+    "tokenpipe_requests_in_flight", "tokenpipe_backend_in_flight", "tokenpipe_queue_depth", "tokenpipe_write_buffer_bytes",
+    "tokenpipe_pd_release_inflight",
+)  # fmt: skip
+LOADS = ("in_flight", "unread_tokens", "held_tokens")
+
+
+async def loads(gateway: Gateway, samples: Samples, *, held: bool) -> dict[str, Any]:
+    """I2: what is not 0. `held`: some KV is left behind, and counts until prefill's time for it is over."""
+    found: dict[str, Any] = {name: value for name in GAUGES if (value := samples.value(name))}
+    for backend in (await gateway.admin(s.get("/-/backends"))).json():
+        for name in LOADS[: 2 if held else 3]:
+            if backend[name]:
+                found[f"{name} of {backend['name']}"] = backend[name]
+    return found
 
 
 async def fetched(ledger: Ledger, count: int) -> None:

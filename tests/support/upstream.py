@@ -36,6 +36,7 @@ class RawUpstream:
         self.connections: list[HttpWire] = []
         self.requests: list[Message] = []
         self.wires: list[HttpWire] = []  # of each request: the newest connection may be a probe's
+        self.busy: set[HttpWire] = set()  # with a request whose script has not come to its end
         self.probed: list[str] = []  # the paths of probes that were answered
         listed = [{"id": name, "object": "model", "created": 1, "owned_by": "vllm", "root": name, "parent": None,
                    "max_model_len": 4096} for name in models]  # fmt: skip
@@ -103,6 +104,11 @@ class RawUpstream:
     def open_connections(self) -> list[HttpWire]:
         return [wire for wire in self.connections if not wire.ended and not wire.closed]
 
+    @property
+    def under_way(self) -> list[HttpWire]:
+        """Connections that the other side keeps open, and on which it waits for an answer."""
+        return [wire for wire in self.open_connections if wire in self.busy]
+
     def _accept(self) -> None:
         assert self._listener is not None
         try:
@@ -145,7 +151,11 @@ class RawUpstream:
         self.wires.append(wire)
         self._arrived.set()
         if request.complete:
-            await self.script(wire, request)
+            self.busy.add(wire)
+            try:
+                await self.script(wire, request)
+            finally:
+                self.busy.discard(wire)
 
 
 @contextlib.asynccontextmanager

@@ -177,6 +177,7 @@ class Connector(abc.ABC):
     name: ClassVar[str]
     order: ClassVar[Order]
     hold: ClassVar[float]  # seconds that P keeps KV for a D that does not come, by the engine's own default; 0: it does not
+    waits: ClassVar[bool] = False  # P answers once D has fetched: whoever has its answer knows that it holds nothing any more
     release_policy: ClassVar[Release] = Release.ALWAYS
     abort_in_transfer_unsafe: ClassVar[bool] = False  # D must not be aborted between its dispatch and its first byte
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # role -> fields of Engine that the operator must set

@@ -70,7 +70,7 @@ class MoriioRead(Nixl):
 class MoriioWrite(Connector):
     name = "moriio_write"
     order = Order.CONCURRENT
-    hold = 0.0  # P writes as soon as it has; it waits for D's registration, not for a fetch
+    hold = 30.0  # P writes once D has said whereto, and keeps what it has computed until then
     release_policy = Release.NEVER
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"prefill": PORTS, "decode": PORTS}
     ranked = True

@@ -21,6 +21,7 @@ class Sglang(Connector):
     name = "sglang"
     order = Order.CONCURRENT
     hold = 300.0  # SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, and the waiting timeout
+    waits = True
     release_policy = Release.NEVER
     ranked = True
     lists = True

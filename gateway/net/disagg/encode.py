@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from gateway.core.backend import Backend
+from gateway.core.disagg.asked import Asked
 from gateway.core.disagg.base import HandoffMissing
 from gateway.core.disagg.base import Leg as Request
 from gateway.core.disagg.encoding import media
@@ -24,29 +26,32 @@ from gateway.net.paired import Paired
 ANSWER_MOST = 1 << 20  # octets of one of up to `encoding.ITEMS_MOST` answers
 
 
-async def encode(means: Means, call: Call, paired: Paired, tried: list[Backend]) -> None:
-    """Nothing, where there are no encoders, or nothing for them. Raises LegFailed, EngineRefused, Refusal: of the first leg
-    that failed; the others are ended with it."""
-    pool, asked = means.fleet.of("encode", call), paired.asked
-    if not pool.backends or not media(asked):
+async def encode(means: Means, call: Call, paired: Paired, tried: Sequence[Backend]) -> None:
+    """Nothing, where there is nothing for encoders. Raises LegFailed, EngineRefused, Refusal: of the first leg that
+    failed; the others are ended with it.
+
+    There is one leg from the beginning (`Paired.encoder`), and more as encoders have room; each goes on with the next medium.
+    """
+    first, paired.encoder = paired.encoder, None
+    if first is None:
         return
+    asked, pool = paired.asked, means.fleet.of("encode", call)
     assert paired.pair is not None
-    engines = tuple(means.fleet.engines[backend.name] for backend in pool.backends)
-    requests = list(paired.settings.connector.encode(asked, paired.pair._replace(encoders=engines)))
     paired.become(State.ENCODING)
     call.exchange.phase, call.exchange.connect_began = Phase.PREFILL, time.monotonic()
     began = time.monotonic()
-    answers: list[bytes] = [b""] * len(requests)
-    waiting, before = deque(enumerate(requests)), call.others
+    before, idle = call.others, [first]
     running: dict[asyncio.Task[bytes | LegFailed | EngineRefused], tuple[int, Leg]] = {}
     try:
+        engines = tuple(means.fleet.engines[backend.name] for backend in pool.backends)
+        requests = list(paired.settings.connector.encode(asked, paired.pair._replace(encoders=engines)))
+        answers: list[bytes] = [b""] * len(requests)
+        waiting = deque(enumerate(requests))
         while waiting or running:
-            while waiting and (leg := _leg(means, call, tried)) is not None:
+            while waiting and (leg := idle.pop() if idle else _leg(means, call, tried)) is not None:
                 at, request = waiting.popleft()
                 running[means.tasks.spawn(_outcome(means, call, paired, leg, request), "encoder leg")] = at, leg
                 call.others = (*before, *(leg for _, leg in running.values()))
-            if not running:
-                raise nobody("encode", pool)
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 answer = task.result()
@@ -59,18 +64,23 @@ async def encode(means: Means, call: Call, paired: Paired, tried: list[Backend])
                     raise answer
                 at, leg = running.pop(task)
                 answers[at] = answer
-                leg.end()
-                means.admission.wake()
+                if waiting:
+                    idle.append(leg)
+                else:
+                    leg.end()
+                    means.admission.wake()
     finally:
         for task, (_, leg) in running.items():
             task.cancel()
+            leg.end()
+        for leg in idle:
             leg.end()
         call.others = before
     means.told.encoded(call.exchange, paired.settings.connector.name, time.monotonic() - began)
     paired.settings.connector.gathered(asked, answers)
 
 
-def _leg(means: Means, call: Call, tried: list[Backend]) -> Leg | None:
+def _leg(means: Means, call: Call, tried: Sequence[Backend]) -> Leg | None:
     """On the encoder that has least to do; None where none has room."""
     leg = beside(call.exchange)
     if means.fleet.pick_of("encode", call, leg, tried) is None:
@@ -78,6 +88,19 @@ def _leg(means: Means, call: Call, tried: list[Backend]) -> Leg | None:
     assert leg.lease is not None
     leg.exchange.backend = leg.lease.backend.name
     return leg
+
+
+def first_leg(means: Means, call: Call, tried: Sequence[Backend]) -> Leg:
+    """That an attempt begins with. Raises Refusal."""
+    found = _leg(means, call, tried)
+    if found is None:
+        raise nobody("encode", means.fleet.of("encode", call))
+    return found
+
+
+def needed(means: Means, call: Call, asked: Asked) -> bool:
+    """Whether there are encoders, and something for them. Raises Refusal."""
+    return bool(means.fleet.of("encode", call).backends) and bool(media(asked))
 
 
 async def _outcome(means: Means, call: Call, paired: Paired, leg: Leg, request: Request) -> bytes | LegFailed | EngineRefused:

@@ -37,7 +37,7 @@ from gateway.net.disagg.both import both
 from gateway.net.disagg.callbacks import Callbacks
 from gateway.net.disagg.common import LegFailed, Means, nobody
 from gateway.net.disagg.decode import decode
-from gateway.net.disagg.encode import encode
+from gateway.net.disagg.encode import encode, first_leg, needed
 from gateway.net.disagg.mishaps import another, answered, last, put_off
 from gateway.net.disagg.prefill import prefill
 from gateway.net.disagg.probe import probe
@@ -53,6 +53,8 @@ from gateway.net.waiting import Waiting
 from gateway.net.watch import Watch
 
 _ALONE = Pair("", Engine("", "", 0), Engine("", "", 0))
+
+Tried = dict[str, list[Backend]]  # by role, those that a request needs: backends that failed
 
 
 class Pairs:
@@ -107,21 +109,37 @@ class Pairs:
         if bypass is not None:
             self.means.told.bypassed(bypass)
             fleet.pick_whole(call)
-            if fleet.of("encode", call).backends and (refused := await self._encoded(call, asked, settings)) is not None:
-                return refused
+            if needed(self.means, call, asked):
+                self._let_go_of_lease(call)
+                if (refused := await self._served(call, head, asked, settings, {"encode": [], "both": []})) is not None:
+                    return refused
             upload.held = settings.connector.alone(asked, _ALONE).body  # the same one, which an alias' aim goes on with
             upload.length = len(upload.held)
             return await self.means.attempts.response(call, head, route, upload)
-        if call.lease is not None:  # of the queue's, which knows of no legs
-            call.lease.release()
-            call.lease = None
+        self._let_go_of_lease(call)  # of the queue's, which knows of no legs
         self.means.retries.request()
         if settings.resume and len(upload.held) <= HELD_JSON:
             call.asked = upload
-        tried: dict[str, list[Backend]] = {"encode": [], "prefill": others or [], "decode": []}
+        response = await self._served(call, head, asked, settings, self.roles(call, asked, others))
+        assert response is not None
+        return response
+
+    def roles(self, call: Call, asked: Asked, others: list[Backend] | None) -> Tried:
+        """Those that a pair of legs needs. `others`: prefill backends that are not to be asked. Raises Refusal."""
+        encode: Tried = {"encode": []} if needed(self.means, call, asked) else {}
+        return encode | {"prefill": others or [], "decode": []}
+
+    async def _served(
+        self, call: Call, head: RequestHead, asked: Asked, settings: PairSettings, tried: Tried
+    ) -> ResponseHead | None:
+        """One attempt after the other, by backends of the roles that `tried` names. None: that was the encoders' stage only,
+        and one backend is to do all else. Raises Refusal, EngineRefused."""
         paired = await self._first(call, head, asked, settings, tried)
         while True:
             try:
+                if "both" in tried:
+                    await self._encoded(call, paired, tried)
+                    return None
                 return await self.attempt(call, paired, tried)
             except LegFailed as failed:
                 if not self._may_again(call, failed, tried):
@@ -138,7 +156,7 @@ class Pairs:
                         kept.connection.drop()
                 paired = following
 
-    def tries_again(self, call: Call, paired: Paired, failed: LegFailed, tried: dict[str, list[Backend]]) -> bool:
+    def tries_again(self, call: Call, paired: Paired, failed: LegFailed, tried: Tried) -> bool:
         """Whether there is another attempt after this one, which then has given back all that it had."""
         if not self._may_again(call, failed, tried):
             return False
@@ -146,7 +164,7 @@ class Pairs:
         self._over(call, paired, failed)
         return True
 
-    def _may_again(self, call: Call, failed: LegFailed, tried: dict[str, list[Backend]]) -> bool:
+    def _may_again(self, call: Call, failed: LegFailed, tried: Tried) -> bool:
         paired = call.paired
         if paired is not None and paired.pair is not None and (failed.again or failed.response is None):
             self._learning.forget(paired.pair.prefill)
@@ -159,11 +177,19 @@ class Pairs:
             failed.leg.end()
         self.end(call, paired)
 
-    async def attempt(self, call: Call, paired: Paired, tried: dict[str, list[Backend]]) -> ResponseHead:
+    async def attempt(self, call: Call, paired: Paired, tried: Tried) -> ResponseHead:
         """Raises LegFailed, Refusal, EngineRefused."""
         call.exchange.attempts += 1
-        await encode(self.means, call, paired, tried["encode"])
+        await encode(self.means, call, paired, tried.get("encode", ()))
         return await self._legs(call, paired, tried["decode"])
+
+    async def _encoded(self, call: Call, paired: Paired, tried: Tried) -> None:
+        """The encoders' stage before one backend that does all else. Raises LegFailed, Refusal."""
+        call.exchange.attempts += 1
+        await encode(self.means, call, paired, tried["encode"])
+        paired.end()
+        call.paired = None
+        call.exchange.attempts = 0  # of the one that follows
 
     async def _legs(self, call: Call, paired: Paired, tried: list[Backend]) -> ResponseHead:
         """Raises LegFailed, Refusal, EngineRefused."""
@@ -181,27 +207,11 @@ class Pairs:
         await prefill(means, call, paired)
         return await decode(means, call, paired, tried)
 
-    async def _encoded(self, call: Call, asked: Asked, settings: PairSettings) -> ResponseHead | None:
-        """The encoders' stage before one backend that does all else. Their refusal, if that is what the client gets."""
-        tried: dict[str, list[Backend]] = {"encode": []}
-        while True:
-            call.exchange.attempts += 1
-            call.paired = paired = Paired(call, asked, settings, self.releases, 0)
-            paired.pair = _ALONE._replace(attempt=f"{random.getrandbits(128):032x}")
-            try:
-                await encode(self.means, call, paired, tried["encode"])
-            except LegFailed as failed:
-                if not another(self.means, call, failed, tried):
-                    return await last(self.means, call, paired, failed)
-                if failed.leg is not None:
-                    failed.leg.end()
-                self.means.observer.retried(call.exchange, failed.word)
-                paired.end()
-                continue
-            paired.end()
-            call.paired = None
-            call.exchange.attempts = 0  # of the one that follows
-            return None
+    @staticmethod
+    def _let_go_of_lease(call: Call) -> None:
+        if call.lease is not None:
+            call.lease.release()
+            call.lease = None
 
     def gone(self, paired: Paired) -> None:
         """Its client has left."""
@@ -234,12 +244,10 @@ class Pairs:
 
     # QUEUED -----------------------------------------------------------------------------------------------------------
 
-    async def _first(
-        self, call: Call, head: RequestHead, asked: Asked, settings: PairSettings, tried: dict[str, list[Backend]]
-    ) -> Paired:
+    async def _first(self, call: Call, head: RequestHead, asked: Asked, settings: PairSettings, tried: Tried) -> Paired:
         """As `begin`, when there is room for it. Raises Refusal."""
         taken: list[Paired | Refusal] = []
-        if not await self._turns.wait(call, head, lambda: taken.append(self._taken(call, asked, settings, tried))):
+        if not await self._turns.wait(call, head, tried, lambda: taken.append(self._taken(call, asked, settings, tried))):
             return self.begin(call, asked, settings, tried)
         call.exchange.selected = time.monotonic()
         (found,) = taken
@@ -247,9 +255,7 @@ class Pairs:
             raise found
         return found
 
-    async def _following(
-        self, call: Call, head: RequestHead, before: Paired, failed: LegFailed, tried: dict[str, list[Backend]]
-    ) -> Paired | None:
+    async def _following(self, call: Call, head: RequestHead, before: Paired, failed: LegFailed, tried: Tried) -> Paired | None:
         """The next attempt, when there is room for it, after one that then has given back all that it had. None: there was
         none within the time that the queue gives. Raises Refusal."""
         asked, settings = before.asked, before.settings
@@ -264,19 +270,28 @@ class Pairs:
         self.means.observer.retried(call.exchange, failed.word)
         return taken[0]
 
-    def _taken(self, call: Call, asked: Asked, settings: PairSettings, tried: dict[str, list[Backend]]) -> Paired | Refusal:
+    def _taken(self, call: Call, asked: Asked, settings: PairSettings, tried: Tried) -> Paired | Refusal:
         """As `begin`, for a turn that has come."""
         try:
             return self.begin(call, asked, settings, tried)
         except Refusal as refusal:
             return refusal
 
-    def begin(self, call: Call, asked: Asked, settings: PairSettings, tried: dict[str, list[Backend]]) -> Paired:
-        """An attempt with both of its backends leased. Raises Refusal."""
+    def begin(self, call: Call, asked: Asked, settings: PairSettings, tried: Tried) -> Paired:
+        """An attempt with a backend of each role that it needs leased. Raises Refusal."""
         fleet, exchange, tokens = self.means.fleet, call.exchange, min(asked.tokens, TOKENS_MOST)
         paired = Paired(call, asked, settings, self.releases, tokens)
+        attempt = f"{random.getrandbits(128):032x}"
+        if "encode" in tried:
+            paired.encoder = first_leg(self.means, call, tried["encode"])
+        if "both" in tried:
+            fleet.pick_whole(call)
+            call.lease = call.lease or fleet.pick(call)
+            call.paired, paired.pair = paired, _ALONE._replace(attempt=attempt)
+            return paired
         prefill = fleet.pick_of("prefill", call, paired.prefill, tried["prefill"], tokens)
         if prefill is None:
+            paired.end()
             raise nobody("prefill", fleet.of("prefill", call))
         # another decode backend than the one that failed, if there is one: it may be that it did by this very pair
         decode = fleet.pick_of("decode", call, call, tried["decode"]) or fleet.pick_of("decode", call, call)
@@ -296,7 +311,7 @@ class Pairs:
         ranks = min(one.dp_size, other.dp_size)
         rank = random.randrange(ranks) if settings.connector.ranked and ranks > 1 else 0
         paired.pair = Pair(
-            f"{random.getrandbits(128):032x}",
+            attempt,
             one,
             other,
             room=random.getrandbits(63),

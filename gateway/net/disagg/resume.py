@@ -109,7 +109,8 @@ async def _answers(pairs: Pairs, call: Call, relay: SeamedRelay, aside: Call, wa
     try:
         asked = Asked(path, wanted)
         others = pairs.unnamed(aside) if settings.named else None
-        tried: dict[str, list[Backend]] = {"encode": [], "prefill": others or [], "decode": [dropped]}
+        tried = pairs.roles(aside, asked, others)
+        tried["decode"].append(dropped)
         while True:
             paired = call.paired = pairs.begin(aside, asked, settings, tried)
             paired.task = asyncio.current_task()

@@ -52,7 +52,7 @@ TABLE = {
     "layerwise": (Order.DECODE_FIRST, 0, Release.NEVER),
     "p2p_nccl": (Order.SERIAL, 480, Release.ALWAYS),
     "moriio_read": (Order.SERIAL, 30, Release.ALWAYS),
-    "moriio_write": (Order.CONCURRENT, 0, Release.NEVER),
+    "moriio_write": (Order.CONCURRENT, 30, Release.NEVER),
     "lmcache": (Order.SERIAL, 0, Release.NEVER),
     "shared_storage": (Order.PROBE, 0, Release.NEVER),
     "offloading_p2p": (Order.SERIAL, 0, Release.NEVER),

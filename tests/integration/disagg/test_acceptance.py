@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import os
+import resource
 import socket
 import time
 from typing import Any
@@ -75,31 +75,37 @@ async def test_30_pauses_within_a_stream(start_gateway: Start) -> None:
 
 
 @pytest.mark.seconds(60)
-async def test_37_a_client_that_does_not_read(start_gateway: Start) -> None:
-    """Of 50 MB hardly any is held, for none of forty; when timeouts.client_write is over decode is told."""
+@pytest.mark.parametrize("size, most", [(4000, 300), (60000, 400)], ids=["events", "large ones"])
+async def test_37_a_client_that_does_not_read(start_gateway: Start, size: int, most: int) -> None:
+    """Of 50 MB hardly any is held, for none of forty: limits.write_buffer, a read or two on top of it, and as much as there is
+    of an event that a read has cut. When timeouts.client_write is over decode is told."""
     async with engines() as ((p,), (d,), ledger):
-        piece = s.chunk(s.delta("x" * 60000))
+        piece = s.chunk(s.delta("x" * size))
 
         async def flood(wire: HttpWire, request: Message) -> None:
+            wire.keep_log = False
             await wire.send(s.SSE_HEAD)
-            for _ in range(850):
-                if wire.ended:
-                    return
-                await wire.send(piece)
+            with contextlib.suppress(ConnectionError):
+                for _ in range(50_000_000 // size):
+                    await wire.send(piece)
 
         d.script = decode(ledger, flood)
-        gateway = await start_gateway(config=config([p], [d], timeouts={"client_write": 4}))
+        gateway = await start_gateway(config=config([p], [d], timeouts={"client_write": 3}))
         before = gateway.rss()
         clients = [await gateway.connect() for _ in range(40)]
         for client in clients:
             await client.send(s.post())
         await d.wait_requests(len(clients))
-        most = 0
+        peak = 0
         async with asyncio.timeout(30):
             while await gateway.metric("tokenpipe_requests_in_flight"):
-                most = max(most, gateway.rss() - before)
+                peak = max(peak, gateway.rss() - before)
                 await asyncio.sleep(0.2)
-        assert most / len(clients) < 400 << 10, most  # one read of 250 KiB on top of limits.write_buffer, and the exchange
+        print(f"{peak / len(clients) / 1024:.0f} KiB each")
+        assert peak / len(clients) < most << 10
+        assert len(await gateway.logged(len(clients), outcome="client_stalled")) == len(clients)
+        await until(lambda: all(wire.ended for wire in d.wires), "decode is told")
+        assert all(wire.sent_bytes < 10_000_000 for wire in d.wires)
         for client in clients:
             client.reset()
         await at_rest(gateway, ledger, p, d)
@@ -137,6 +143,10 @@ async def test_38_cut_at_every_offset(start_gateway: Start) -> None:
             answer = await client.ask()
             assert answer.complete and hashlib.sha256(answer.body).hexdigest() == wanted, offset
         client.fin()
+        # and whoever counts beside it counts the same
+        lines = await gateway.logged(len(FRAMES))
+        assert {(line["outcome"], line["output_tokens"]) for line in lines} == {("complete", 5)}  # the one that ends it, too
+        assert await gateway.metric("tokenpipe_time_to_first_token_seconds_count") == len(FRAMES)
         await at_rest(gateway, ledger, p, d)
 
 
@@ -232,9 +242,13 @@ async def test_51_all_are_removed(start_gateway: Start) -> None:
 
 
 @pytest.mark.seconds(120)
-async def test_61_many_at_once(start_gateway: Start) -> None:
+async def test_61_many_at_once(start_gateway: Start, request: pytest.FixtureRequest) -> None:
     """More than any pool of connections has, and prefill holds for all of them before decode lets one through."""
-    count = 4096 if "TOKENPIPE_OFFSETS" in os.environ else 1000
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)))
+    count = min(4096, (hard - 1000) // 3)  # of each the client's, prefill's and decode's
+    assert count >= 1000, f"needs 4000 descriptors and more, and may have {hard} (ulimit -Hn)"
     async with engines() as ((p,), (d,), ledger):
         go_on = asyncio.Event()
 
@@ -271,33 +285,57 @@ async def test_62_engines_that_close_idle_connections(start_gateway: Start) -> N
 
 
 async def test_64_a_stop_with_all_under_way(start_gateway: Start) -> None:
-    """New requests: 503 or no connection. The stream ends as it would; what prefill computes goes on to its end."""
+    """A request that comes now: 503; a connection: none. The stream ends as it would, and so does a release leg, which is
+    waited for even when it is all that is left; one whose client leaves meanwhile follows it."""
     async with engines() as ((p,), (d,), ledger):
-        go_on = asyncio.Event()
+        go_on, let_go = asyncio.Event(), asyncio.Event()
 
         async def slowly(wire: HttpWire, request: Message) -> None:
             await wire.send(s.SSE_HEAD + s.chunk(OUTPUT[0]))
             await go_on.wait()
             await wire.send(b"".join(map(s.chunk, OUTPUT[1:])) + s.LAST)
 
-        d.script = decode(ledger, slowly)
-        gateway = await start_gateway(config=config([p], [d]))
+        async def answers(wire: HttpWire, request: Message) -> None:
+            if not request.json()["stream"]:
+                await let_go.wait()
+            await decode(ledger, slowly)(wire, request)
+
+        d.script = answers
+        gateway = await start_gateway(config=config([p], [d], disaggregation={"prefill_grace": 20}))
         kept, client = await gateway.connect(), await gateway.connect()
         await client.send(s.post())
+        await kept.send(s.post()[:60])
         answer = await client.read_response_head()
+        leaving = []
+        for number in range(2):  # while prefill computes: what it holds then is released
+            p.script = prefill(ledger, seconds=0.2 + 0.4 * number)
+            leaving.append(await gateway.connect())
+            await leaving[-1].send(s.post())
+            await p.wait_requests(2 + number)
+        leaving[0].reset()
+        await d.wait_requests(2)
+        assert await gateway.metric("tokenpipe_pd_release_inflight") == 1
         gateway.signal(15)
-        await until(lambda: "drain" in gateway.stderr() or "stop" in gateway.stderr(), "the beginning of the stop")
-        refused: Message | None = None
-        with contextlib.suppress(OSError, EOFError, AssertionError):
-            refused = await kept.ask()
-        assert refused is None or refused.status == 503
+        await until(lambda: "stopping" in gateway.stderr(), "the beginning of the stop")
+        leaving[1].reset()
+        with pytest.raises(OSError):
+            await gateway.connect()
+        await kept.send(s.post()[60:])
+        refused = await kept.read_response()
+        assert (refused.status, refused.get("x-gateway-error")) == (503, "draining")
+        await d.wait_requests(3)
         assert gateway.process.poll() is None
         go_on.set()
         assert (await client.read_response_body(answer)).complete
+        await gateway.logged(outcome="complete")
+        await asyncio.sleep(0.3)
+        assert gateway.process.poll() is None and len(ledger.held) == 2
+        let_go.set()
         await gateway.stopped()
-        client.fin()
-        kept.fin()
-        assert not ledger.held
+        assert not ledger.held and ledger.ever == 3
+        assert [request.json()["max_tokens"] for request in d.requests[1:]] == [1, 1]
+        for one in (client, kept):
+            one.fin()
 
 
 async def test_65_a_role_is_no_token(start_gateway: Start) -> None:
@@ -313,18 +351,23 @@ async def test_65_a_role_is_no_token(start_gateway: Start) -> None:
 
         p.script, d.script = prefill(ledger, seconds=0.15), decode(ledger, script)
         gateway = await start_gateway(config=config([p], [d]))
-        began = time.monotonic()
-        assert (await gateway.ask()).status == 200
-        took = time.monotonic() - began
-        await gateway.idle()
-        samples = await gateway.metrics()
-        parts = ("pd_prefill", "pd_decode_first_byte", "queue", "pd_handoff")
-        sums = [samples.value(f"tokenpipe_{name}_seconds_sum") for name in parts]
-        assert sums[0] >= 0.15 and sums[1] >= 0.1
-        assert abs(sum(sums) - samples.value("tokenpipe_time_to_first_byte_seconds_sum")) < 0.05  # body, pick, our own steps
-        first = samples.value("tokenpipe_time_to_first_token_seconds_sum")
-        assert sum(sums) + 0.2 <= first + 0.005
-        assert first <= took + 0.05  # it is marked behind the write, which the client may have read by then
+        names = ("pd_prefill", "pd_decode_first_byte", "queue", "pd_handoff", "time_to_first_byte", "time_to_first_token")
+        before, apart = dict.fromkeys(names, 0.0), []
+        for _ in range(5):
+            began = time.monotonic()
+            assert (await gateway.ask()).status == 200
+            took = time.monotonic() - began
+            await gateway.idle()
+            samples = await gateway.metrics()
+            sums = {name: samples.value(f"tokenpipe_{name}_seconds_sum") for name in names}
+            these = {name: sums[name] - before[name] for name in names}
+            before = sums
+            parts = sum(these[name] for name in names[:4])
+            assert these["pd_prefill"] >= 0.15 and these["pd_decode_first_byte"] >= 0.1
+            apart.append(abs(parts - these["time_to_first_byte"]))  # body, pick, our own steps
+            assert parts + 0.2 <= these["time_to_first_token"] + 0.005
+            assert these["time_to_first_token"] <= took + 0.05  # marked behind the write, which was read by then
+        assert min(apart) < 0.005 and max(apart) < 0.1, apart  # of five the best, as the machine may have other things to do
         await at_rest(gateway, ledger, p, d)
 
 

@@ -37,8 +37,10 @@ async def test_the_text_of_one_engine(start_gateway: Start, name: str, tmp_path:
         for api, path in PATHS.items():
             for stream in (True, False):
                 body = {**BODIES[api], "stream": stream}
-                answer = await gateway.ask(request(path, body))
+                asked = post(json.dumps(body).encode(), path, fields=[("X-Request-Id", "mine")])  # 59: no engine sees that
+                answer = await gateway.ask(asked)
                 assert answer.status == 200, answer.body
+                assert answer.get("x-request-id") == "mine"
                 assert answer.get("content-type", "").startswith("text/event-stream" if stream else "application/json")
                 text = answer.text() if stream else said(answer.json())
                 assert text == await undisturbed(path, body)
@@ -49,6 +51,29 @@ async def test_the_text_of_one_engine(start_gateway: Start, name: str, tmp_path:
         assert await engines.held() == 0
         samples = await gateway.metrics()
         assert samples.value("tokenpipe_pd_stranded_total") == samples.value("tokenpipe_pd_fallback_total") == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_4_one_token(start_gateway: Start, name: str, tmp_path: Path) -> None:
+    """Exactly one, with its text, cut by its limit, whoever computes it."""
+    async with mocks(name, **options(name, tmp_path)) as engines:
+        gateway = await start_gateway(config=engines.config())
+        for stream in (True, False):
+            for limit in ("max_tokens", "max_completion_tokens"):
+                asked = {**BODIES["chat"], "stream": stream, "ignore_eos": True}
+                del asked["max_tokens"]
+                if stream:
+                    asked["stream_options"] = {"include_usage": True}
+                answer = await gateway.ask(request(PATHS["chat"], asked, **{limit: 1}))
+                assert answer.status == 200, answer.body
+                chunks = events(answer.body) if stream else [answer.json()]
+                choices = [choice for chunk in chunks for choice in chunk["choices"]]
+                assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
+                assert answer.text() if stream else said(answer.json())
+                assert chunks[-1]["usage"]["completion_tokens"] == 1
+        await engines.at_rest(gateway)
+        assert await engines.held() == 0
+        await over(gateway)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import script as s
 from tests.support.disagg import Start
-from tests.support.gateway import until
+from tests.support.gateway import Gateway, until
 from tests.support.messages import HttpWire, Message
 from tests.support.pairs import OUTPUT, at_rest, config, engines
 from tests.support.upstream import RawUpstream
@@ -158,3 +158,106 @@ async def test_the_client_leaves(start_gateway: Start) -> None:
         await at_rest(gateway, ledger, p, d, e)
         assert not p.requests
         assert await gateway.metric("tokenpipe_pd_aborts_total", phase="encode") == 1
+
+
+TEXT = {**BODY, "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def depth(gateway: Gateway, count: int) -> None:
+    async with asyncio.timeout(5):
+        while await gateway.metric("tokenpipe_queue_depth") != count:
+            await asyncio.sleep(0.02)
+
+
+class Slow:
+    """An encoder that answers when it is let, and says how many it had at once."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.running = self.most = 0
+
+    async def __call__(self, wire: HttpWire, request: Message) -> None:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await self.go_on.wait()
+            await encoded(wire, request)
+        finally:
+            self.running -= 1
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["a pair", "one backend"])
+async def test_a_full_encoder_is_waited_for(start_gateway: Start, alone: bool) -> None:
+    """By those that need it, one after the other, in the queue; nobody else waits, nor is anything held for them meanwhile."""
+    async with engines() as ((p,), (d,), ledger), encoders() as (e,):
+        e.script = slow = Slow()
+        if alone:
+            d.script = s.stream(*OUTPUT)
+        said = json.loads(beside(config([], [], [d]) if alone else config([p], [d]), [e], max_in_flight=1))
+        said["backends"][0]["max_in_flight"] = 2
+        gateway = await start_gateway(config=json.dumps(said))
+        first = asyncio.ensure_future(gateway.ask(s.post(BODY)))
+        await e.wait_requests(1)
+        others = [asyncio.ensure_future(gateway.ask(s.post(BODY))) for _ in range(4)]
+        leaving = await gateway.connect()
+        await leaving.send(s.post(BODY))
+        await depth(gateway, 5)
+        for _ in range(3):
+            assert (await gateway.ask(s.post(TEXT))).body == b"".join(OUTPUT)
+        leaving.reset()
+        await depth(gateway, 4)
+        assert len(e.requests) == 1
+        slow.go_on.set()
+        assert [(await one).body for one in (first, *others)] == [b"".join(OUTPUT)] * 5
+        assert (len(e.requests), slow.most) == (10, 1)  # two media each
+        await at_rest(gateway, ledger, p, d, e)
+        assert await gateway.metric("tokenpipe_queue_depth") == 0
+        assert await gateway.metric("tokenpipe_requests_total", outcome="complete") == 8
+
+
+async def test_the_queues_own_limits(start_gateway: Start) -> None:
+    """How many wait for an encoder, and how long."""
+    async with engines() as ((p,), (d,), ledger), encoders() as (e,):
+        e.script = slow = Slow()
+        more = {"timeouts": {"queue": 0.3}, "limits": {"queue": 1}}
+        gateway = await start_gateway(config=beside(config([p], [d], **more), [e], max_in_flight=1))
+        first = asyncio.ensure_future(gateway.ask(s.post(BODY)))
+        await e.wait_requests(1)
+        waits = asyncio.ensure_future(gateway.ask(s.post(BODY)))
+        await depth(gateway, 1)
+        refused = await gateway.ask(s.post(BODY))
+        assert (refused.get("x-gateway-error"), refused.get("retry-after") is not None) == ("queue_full", True)
+        assert (await waits).get("x-gateway-error") == "queue_timeout"
+        slow.go_on.set()
+        assert (await first).body == b"".join(OUTPUT)
+        await at_rest(gateway, ledger, p, d, e)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["a pair", "one backend"])
+@pytest.mark.parametrize("comes_free", [True, False])
+async def test_a_second_try_waits_for_an_encoder(start_gateway: Start, comes_free: bool, alone: bool) -> None:
+    """As it would for its first one; where that is in vain, the client gets the answer that there was."""
+    async with engines() as ((p,), (d,), ledger), encoders(2) as es:
+        slow = Slow()
+        es[0].script = es[1].script = slow
+        if alone:
+            d.script = s.stream(*OUTPUT)
+        timeouts = {"queue": 10 if comes_free else 0.3}
+        text = config([], [], [d], timeouts=timeouts) if alone else config([p], [d], timeouts=timeouts)
+        gateway = await start_gateway(config=beside(text, es, max_in_flight=1))
+        one = {**BODY, "messages": [{"role": "user", "content": [image("a")]}]}
+        first = asyncio.ensure_future(gateway.ask(s.post(one)))
+        await until(lambda: any(e.requests for e in es), "one of them busy")
+        (failing,) = (e for e in es if not e.requests)
+        failing.script = s.reply(500, {"error": {"message": "of the encoder"}})
+        second = asyncio.ensure_future(gateway.ask(s.post(one)))
+        if comes_free:
+            await depth(gateway, 1)
+            slow.go_on.set()
+            assert (await second).body == b"".join(OUTPUT)
+        else:
+            answer = await second
+            assert (answer.status, answer.json()) == (500, {"error": {"message": "of the encoder"}})
+            slow.go_on.set()
+        assert (await first).body == b"".join(OUTPUT)
+        await at_rest(gateway, ledger, p, d, *es)

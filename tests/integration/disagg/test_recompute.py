@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration.disagg.test_connectors import NAMES, options
-from tests.integration.disagg.test_phases import OFFSETS, QUICK, no_connections
+from tests.integration.disagg.test_phases import OFFSETS, QUICK, chances, no_connections
 from tests.integration.test_migration import CHAT, PROMPT, WORDS, chunks_of, text_of, usage
 from tests.support import script as s
 from tests.support.client import RawClient
@@ -136,6 +135,61 @@ async def test_it_goes_on(start_gateway: Start, chat: bool, words: int) -> None:
         assert samples.value("tokenpipe_pd_prefill_seconds_count") == 2
         assert samples.value("tokenpipe_time_to_first_token_seconds_count") == 1
         assert samples.value("tokenpipe_inter_token_latency_seconds_count") == len(WORDS) - 1
+
+
+async def test_46_what_is_left_of_a_limit(start_gateway: Start) -> None:
+    """Of the one that the client gave: it gets no other."""
+    async with engines() as ((p,), (d,), ledger):
+        engine = Engine(ledger, 5)
+        d.script = engine.script
+        gateway = await start_gateway(config=on([p], [d]))
+        answer = await gateway.ask(s.post({**CHAT, **COUNTED, "max_completion_tokens": 100}))
+        assert text_of(answer.body) == "".join(WORDS)
+        assert [asked.get("max_completion_tokens") for asked in engine.asked] == [100, 95]
+        assert not any("max_tokens" in asked for asked in engine.asked)
+        await at_rest(gateway, ledger, p, d)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT["prompt"], [501, 502]], ids=["words", "tokens"])
+async def test_a_completion_goes_on_from_its_tokens(start_gateway: Start, prompt: Any) -> None:
+    """Where the stream tells them all (return_token_ids): the text is not cut into tokens once more."""
+    async with engines(2, 2) as (ps, ds, ledger):
+        asked: list[dict[str, Any]] = []
+
+        async def answer(wire: HttpWire, request: Message) -> None:
+            body = request.json()
+            asked.append(body)
+            given = body["prompt"] if isinstance(body["prompt"], list) else [501, 502]
+            done = len(given) - 2
+            assert given == [501, 502, *range(done)]
+            until = 3 * len(asked) if len(asked) < 3 else len(WORDS)  # the first two are dropped
+
+            def one(token: int | None, **more: Any) -> dict[str, Any]:
+                begins = {"prompt_token_ids": given} if token == done else {}
+                said = {"text": "" if token is None else WORDS[token], "token_ids": [] if token is None else [token]}
+                return {"id": "x", "choices": [{"index": 0, **said, **begins, "finish_reason": None, **more}]}
+
+            chunks = [one(token) for token in range(done, until)]
+            chunks.append(one(None, finish_reason="stop", stop_reason="recomputed" if len(asked) < 3 else None))
+            await s.stream(*map(s.event, chunks), s.DONE)(wire, request)
+
+        for d in ds:
+            d.script = decode(ledger, answer)
+        gateway = await start_gateway(config=on(ps, ds))
+        body = {**PROMPT, "prompt": prompt, "return_token_ids": True, "max_tokens": 20}
+        found = await gateway.ask(s.post(body, path="/v1/completions"))
+        assert text_of(found.body) == "".join(WORDS) and b"recomputed" not in found.body
+        choices = [chunk["choices"][0] for chunk in chunks_of(found.body)]
+        assert [one for choice in choices for one in choice["token_ids"]] == list(range(len(WORDS)))
+        assert [choice["prompt_token_ids"] for choice in choices if choice.get("prompt_token_ids")] == [[501, 502]]
+        assert [(one["prompt"], one["max_tokens"]) for one in asked] == [
+            (prompt, 20), ([501, 502, 0, 1, 2], 17), ([501, 502, *range(6)], 14)
+        ]  # fmt: skip
+        assert sorted(len(p.requests) for p in ps) == [1, 2]
+        prefilled = [request.json()["prompt"] for p in ps for request in p.requests]
+        assert sorted(prefilled, key=len) == sorted([one["prompt"] for one in asked], key=len)
+        await at_rest(gateway, ledger, *ps, *ds)
+        assert await resumed(gateway) == {"dropped": 2, "done": 2}
 
 
 async def test_at_most_three_times(start_gateway: Start) -> None:
@@ -427,9 +481,9 @@ async def test_a_slow_reader(start_gateway: Start) -> None:
 @pytest.mark.seconds(60)
 @pytest.mark.parametrize("name", ["nixl", "layerwise", "sglang"])
 async def test_leaving_at_any_moment(start_gateway: Start, name: str) -> None:
-    """Six for each connector, or as many as TOKENPIPE_OFFSETS says, while answers are dropped after two tokens, all of them, so
-    that each moment is likely to be one of a resumption's. Then who stays gets all there is."""
-    chance = random.Random(name)
+    """Fifty for each connector, or as many as TOKENPIPE_OFFSETS says, while answers are dropped after two tokens, all of them,
+    so that each moment is likely to be one of a resumption's. Then who stays gets all there is."""
+    chance = chances(name)
     async with mocks(name, 2, 2) as both:
         # who has finished and is told to stop before it has written its answer keeps KV that nobody can know of
         gateway = await start_gateway(config=both.config(recompute="resume", prefill_grace=2, **QUICK))
@@ -443,8 +497,8 @@ async def test_leaving_at_any_moment(start_gateway: Start, name: str) -> None:
             await asyncio.sleep(chance.uniform(0.03, 0.2))
             client.reset()
 
-        for first in range(0, 4 * OFFSETS, 8):
-            await asyncio.gather(*(one(first + number) for number in range(8)))
+        for first in range(0, OFFSETS, 10):
+            await asyncio.gather(*(one(first + number) for number in range(10)))
         await both.at_rest(gateway)
         found = await resumed(gateway)
         assert found["dropped"] == sum(value for result, value in found.items() if result != "dropped")

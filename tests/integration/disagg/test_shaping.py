@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import script as s
 from tests.support.disagg import Start
-from tests.support.pairs import NULLS, at_rest, config, engines
+from tests.support.pairs import NULLS, OUTPUT, at_rest, config, decode, engines
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x" * 400}], "stream": True}
 LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens", "n", "stream", "stream_options")
@@ -28,16 +28,24 @@ CASES = {  # what the client sends; what prefill sees of it; decode sees what th
 }
 
 
+COUNTS = s.event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}})
+
+
+@pytest.mark.parametrize("connector, least", [("nixl", {}), ("mooncake_ascend", {"min_tokens": 1})])
 @pytest.mark.parametrize("case", CASES)
-async def test_limits(start_gateway: Start, case: str) -> None:
+async def test_limits(start_gateway: Start, case: str, connector: str, least: dict[str, int]) -> None:
+    """What decode answers, the last usage too, is the client's."""
     asked, seen = CASES[case]
     async with engines() as ((p,), (d,), ledger):
-        gateway = await start_gateway(config=config([p], [d]))
-        assert (await gateway.ask(s.post({**CHAT, **asked}))).status == 200
+        sent = (*OUTPUT[:-1], COUNTS, OUTPUT[-1])
+        d.script = decode(ledger, s.stream(*sent))
+        gateway = await start_gateway(config=config([p], [d], disaggregation={"connector": connector}))
+        answer = await gateway.ask(s.post({**CHAT, **asked}))
+        assert (answer.status, answer.body) == (200, b"".join(sent))
         first, second = json.loads(p.requests[0].body), json.loads(d.requests[0].body)
         told = limits(first)
         assert told.pop("n", 1) == 1
-        assert told == {"stream": False, **seen}
+        assert told == {"stream": False, **seen, **least}
         assert limits(second) == {"stream": True, **asked}
         assert first["kv_transfer_params"] == NULLS
         params = second.pop("kv_transfer_params")
@@ -50,11 +58,12 @@ async def test_limits(start_gateway: Start, case: str) -> None:
 
 async def test_one_token_is_decodes_own(start_gateway: Start) -> None:
     """4: nothing is gained by a prefill elsewhere; decode is asked for the one token."""
-    async with engines() as ((p,), (d,), _):
+    async with engines() as ((p,), (d,), ledger):
         gateway = await start_gateway(config=config([p], [d]))
         assert (await gateway.ask(s.post({**CHAT, "max_tokens": 1}))).status == 200
         assert json.loads(d.requests[0].body) == {**CHAT, "max_tokens": 1}
         assert not p.requests
+        await at_rest(gateway, ledger, p, d)
 
 
 async def test_what_is_the_gateways_own(start_gateway: Start) -> None:
@@ -75,6 +84,11 @@ async def test_what_is_the_gateways_own(start_gateway: Start) -> None:
             assert "mine" not in (request.get("x-request-id") or "")
         assert first.get("x-request-id") == second.get("x-request-id")
         await at_rest(gateway, ledger, p, d)
+        plain = await start_gateway(config=config([p], [d]))
+        for name, value in own.items():  # without a rule of the operator's they are refused, and no engine is asked
+            refused = await plain.ask(s.post({**CHAT, name: value}))
+            assert (refused.status, refused.json()["error"]["param"]) == (400, name)
+        assert len(p.requests) == len(d.requests) == 1
 
 
 async def test_the_clients_octets(start_gateway: Start) -> None:
@@ -83,7 +97,7 @@ async def test_the_clients_octets(start_gateway: Start) -> None:
         b'{"seed": 9007199254740993, "odd" : [1e-5, {"b":1,"a":2}],\t"model": "m", "stream": true,'
         b' "messages": [{"role": "user", "content": "\\u00e9 \xc3\xa9"}]}'
     )
-    async with engines() as ((p,), (d,), _):
+    async with engines() as ((p,), (d,), ledger):
         gateway = await start_gateway(config=config([p], [d]))
         assert (await gateway.ask(s.post(octets))).status == 200
         got = d.requests[0].body
@@ -92,7 +106,8 @@ async def test_the_clients_octets(start_gateway: Start) -> None:
         assert got.endswith(rest)
         put = got[shared : len(got) - len(rest)]
         assert json.loads(b"{%b}" % put.removeprefix(b", ").removesuffix(b", ")).keys() == {"kv_transfer_params"}
-        assert b"9007199254740993" in p.requests[0].body
+        assert b"9007199254740993" in p.requests[0].body and b"1e-5" in p.requests[0].body
+        await at_rest(gateway, ledger, p, d)
 
 
 @pytest.mark.seconds(60)
