@@ -15,6 +15,7 @@ from tests.integration.test_full import refuse
 from tests.support import script as s
 from tests.support.disagg import Start
 from tests.support.gateway import Gateway
+from tests.support.messages import HttpWire, Message
 from tests.support.pairs import OUTPUT, Ledger, at_rest, config, engines
 from tests.support.upstream import RawUpstream
 
@@ -78,3 +79,21 @@ async def test_all_are_full(start_gateway: Start, side: str) -> None:
         assert (answer.status, answer.body) == (429, FULL)
         assert await gateway.metric("tokenpipe_retries_total") == 1
         await at_rest(gateway, ledger, *everyone)
+
+
+async def test_a_stream_that_begins_with_an_error_counts(start_gateway: Start) -> None:
+    """As one of any other backend: a penalty, no failure."""
+    async with engines() as ((p,), (d,), ledger):
+        error = s.event({"error": {"message": "boom", "type": "E", "param": None, "code": 503}})
+
+        async def broken(wire: HttpWire, request: Message) -> None:
+            ledger.fetch(request)
+            await s.stream(error, s.DONE)(wire, request)
+
+        d.script = broken
+        gateway = await start_gateway(config=config([p], [d], commit="first_event"))
+        assert (await gateway.ask()).status == 503
+        state, penalty = await of(gateway, d)
+        assert 0.25 < penalty <= 1 and state != "ejected"
+        assert await gateway.metric("tokenpipe_backend_failures_total") == 0
+        await at_rest(gateway, ledger, p, d)
