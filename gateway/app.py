@@ -28,7 +28,7 @@ from gateway import config as configuration
 from gateway.config import Config
 from gateway.control import systemd
 from gateway.control.admin import admin_app
-from gateway.control.disagg import engine_of, key_of, pair_settings, say_connector
+from gateway.control.disagg import check_member, engine_of, key_of, pair_settings, say_connector
 from gateway.control.discovery.owner import Discovery, Followed, failed
 from gateway.control.fleet import fleet_routes
 from gateway.control.membership import Entry, Membership, origin_of
@@ -304,7 +304,9 @@ class App:
         operator = Operator(
             self.gateway, self.metrics, self.membership, self.reload, lambda: configuration.effective(self.config)
         )
-        fleet = fleet_routes(self.membership, lambda body: member_of_body(body, self.config), key_of(self._overrides))
+        fleet = fleet_routes(
+            self.membership, member_of_body, lambda one: check_member(self.config.disaggregation, one), key_of(self._overrides)
+        )
         admin = admin_app(operator, token=token, names=(socket.gethostname(),), more=fleet)
         self._admin = web.AppRunner(admin, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
         await self._admin.setup()

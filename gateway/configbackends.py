@@ -237,7 +237,7 @@ def _of_group(reader: Reader, node: Node, path: str, seen: set[tuple[str, str]])
     return found
 
 
-def read_body(value: object, origin: str, more: Further) -> BackendConfig:
+def read_body(value: object, origin: str) -> BackendConfig:
     """A backend that somebody sent us, as plain data. Raises ConfigError. It may name no file: whoever can connect would
     have it read to them."""
     if isinstance(value, dict):
@@ -253,7 +253,7 @@ def read_body(value: object, origin: str, more: Further) -> BackendConfig:
     backend = reader.read(BackendConfig, tree_of(value, origin), "")
     complaints.raise_if_any()
     backend = named(backend)
-    for where, found, expected in (*backend_clashes([backend], ""), *more(backend, "")):
+    for where, found, expected in backend_clashes([backend], ""):
         reader.complain(where.removeprefix("[0]."), found, expected)
     complaints.raise_if_any()
     result: BackendConfig = backend

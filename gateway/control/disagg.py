@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from gateway.configdisagg import FLAGS, KEY, Disaggregation, key_of_flags
 from gateway.configvalues import split_url
 from gateway.core.disagg import CONNECTORS
-from gateway.core.disagg.base import GENERATING, Engine, Release, Rules
+from gateway.core.disagg.base import GENERATING, Engine, Release, Rules, missing
 from gateway.core.members import Member
+from gateway.errors import ConfigError
 from gateway.net.paired import PairSettings
 
 log = logging.getLogger(__name__)
@@ -76,3 +77,11 @@ def engine_of(member: Member) -> Engine:
     """What connectors know of a backend."""
     _, address = split_url(member.place.url)
     return Engine(member.name, address.host, address.port, **member.kv._asdict())
+
+
+def check_member(disaggregation: Disaggregation, member: Member) -> None:
+    """Raises ConfigError for a backend that the admin API adds without what the connector must know of it."""
+    lacks = missing(engine_of(member), CONNECTORS[disaggregation.connector], member.role)
+    if lacks:
+        expected = f"a port, for connector {disaggregation.connector} (POST /-/backends takes it)"
+        raise ConfigError(f"the body: connector.{lacks[0]}: found nothing; expected {expected}")

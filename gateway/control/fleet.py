@@ -24,10 +24,14 @@ ADDED_MOST = 1000  # instances of one request
 
 
 def fleet_routes(
-    membership: Membership, read: Callable[[object], Member], credential: bytes | None = None
+    membership: Membership,
+    read: Callable[[object], Member],
+    check: Callable[[Member], None],
+    credential: bytes | None = None,
 ) -> list[web.RouteDef]:
-    """`read`: a backend out of a request's JSON; raises ConfigError. `credential`: what added instances are shown."""
-    fleet = _Fleet(membership, read, credential)
+    """`read`: a backend out of a request's JSON; `check`: whether it can be used, where nobody else describes it; both raise
+    ConfigError. `credential`: what added instances are shown."""
+    fleet = _Fleet(membership, read, check, credential)
     return [
         web.post("/-/backends", fleet.add),
         web.delete("/-/backends/{name}", fleet.remove),
@@ -41,13 +45,19 @@ def fleet_routes(
 
 
 class _Fleet:
-    def __init__(self, membership: Membership, read: Callable[[object], Member], credential: bytes | None):
-        self._membership, self._read, self._credential = membership, read, credential
+    def __init__(
+        self,
+        membership: Membership,
+        read: Callable[[object], Member],
+        check: Callable[[Member], None],
+        credential: bytes | None,
+    ):
+        self._membership, self._read, self._check, self._credential = membership, read, check, credential
 
     async def add(self, request: web.Request) -> web.Response:
         try:
             member = self._read(await _content(request))
-            ((entry, new),) = self._membership.add([member])
+            ((entry, new),) = self._membership.add([member], self._check)
         except ConfigError as wrong:
             return error(400, "bad_request", str(wrong))
         except Taken as taken:
@@ -94,7 +104,7 @@ class _Fleet:
         try:
             role, urls = _instances(await _content(request))
             members = [self._read({"url": url, "role": role})._replace(credential=self._credential) for url in urls]
-            self._membership.add(members)
+            self._membership.add(members, self._check)
         except ConfigError as wrong:
             return error(400, "bad_request", str(wrong))
         except Taken as taken:

@@ -101,9 +101,9 @@ class Membership:
         """What a source says now, whole. Raises ConfigError, and then nothing has changed."""
         self._change(self._inputs._replace(discovered={**self._inputs.discovered, source: tuple(members)}))
 
-    def add(self, members: Members) -> list[tuple[Entry, bool]]:
+    def add(self, members: Members, check: Callable[[Member], None] = lambda member: None) -> list[tuple[Entry, bool]]:
         """By the admin API: all of them or none. Returns their entries, and whether each is newly in force. Raises Taken,
-        ConfigError.
+        ConfigError. `check`: raises ConfigError for one that cannot be used as it is described here.
 
         One that a source lists, and that was taken out, comes back as its source describes it.
         """
@@ -116,6 +116,7 @@ class Membership:
             if held is not None and listed and "both" != member.role != held.role != "both":
                 raise Taken(f"{held.name} is listed as a {held.role} backend: change its role there, and reload")
             if held is None or member.name in added:
+                check(member)
                 added[member.name] = member
             taken_out.pop(member.name, None)
         before = self.entries

@@ -47,9 +47,9 @@ def member_of(one: BackendConfig) -> Member:
     )
 
 
-def member_of_body(value: object, config: Config) -> Member:
+def member_of_body(value: object) -> Member:
     """What the admin API was sent. Raises ConfigError."""
-    return member_of(configbackends.read_body(value, "the body", partial(kv_clashes, config.disaggregation)))
+    return member_of(configbackends.read_body(value, "the body"))
 
 
 def server_tls(config: Config) -> ssl.SSLContext | None:

@@ -249,6 +249,7 @@ class Paired:
         unsafe = settings.abort_unsafe
         # both or neither: a transfer has two ends
         prefill, self.prefill, call.others = self.prefill, beside(call.exchange), ()
+        prefilling = self.tasks[0] if self.tasks else None
         self._cancel(self.tasks[1:])
         self.tasks = ()
         whole = not self.asked.stream and not unsafe
@@ -266,6 +267,7 @@ class Paired:
                 settings.connector.name,
                 call.dialect,
                 prefill,
+                prefilling,
             )
         )
 

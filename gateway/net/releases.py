@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gateway.core.backend import Backend, Holding, Lease
 from gateway.core.dialects import Dialect
@@ -63,6 +63,7 @@ class Detached(NamedTuple):
     connector: str
     dialect: Dialect
     prefill: Leg  # what is under way there still, and ends with it
+    prefilling: asyncio.Task[Any] | None  # whose leg that is, where both are under way at once
 
 
 class Ended(NamedTuple):
@@ -147,6 +148,8 @@ class Releases:
                     work.holding.end()
                 else:
                     self.lost(work.holding, work.tokens, work.expires, work.connector)
+            if work.prefilling is not None:  # before it has a connection, or while decode is to call back
+                work.prefilling.cancel()
             work.prefill.end()
             work.lease.release()
 

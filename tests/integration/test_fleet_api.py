@@ -196,9 +196,10 @@ async def test_a_backend_of_which_the_connector_must_know_more(start_gateway: St
     """It is not taken in, whoever names it, instead of failing every request that it would get."""
     listed = tmp_path / "backends.json"
     listed.write_text("[]")
-    async with fleet(1) as (one,):
+    async with fleet(2) as (one, two):
+        known = [{"url": one.url}, {"url": two.url, "role": "decode", "connector": {"kv_port": 9}}]
         text = {"disaggregation": {"connector": "p2p_nccl"}, "discovery": {"file": str(listed), "interval": 0.1}}
-        gateway = await start_gateway(config={"health": SLOW, **text}, backends=[one.url])
+        gateway = await start_gateway(config={"health": SLOW, "backends": known, **text})
         missing = "connector.kv_port: found nothing; expected a port, for connector p2p_nccl"
         for request in (
             add(url="http://127.0.0.1:9", role="decode"), instances("add", type="prefill", instances="127.0.0.1:9")
@@ -207,9 +208,12 @@ async def test_a_backend_of_which_the_connector_must_know_more(start_gateway: St
             assert (answer.status, missing in answer.json()["error"]["message"]) == (400, True), answer.body
         listed.write_text(json.dumps([{"url": "http://127.0.0.1:9", "role": "prefill"}]))
         await until(lambda: f"backends[0].{missing}" in gateway.stderr(), "a complaint about the file")
-        assert await names(gateway) == [place(one)]
+        assert await names(gateway) == [place(one), place(two)]
         answer = await gateway.admin(add(url="http://127.0.0.1:9", role="decode", connector={"kv_port": 9}))
         assert answer.status == 201
+        for what in ("remove", "add"):  # one that is listed comes back as it is described there
+            assert (await gateway.admin(instances(what, type="decode", instances=place(two)))).status == 200
+        assert await names(gateway) == [place(one), place(two), "127.0.0.1:9"]
 
 
 async def test_a_page_of_another_site_cannot(start_gateway: Start) -> None:

@@ -56,6 +56,7 @@ async def _ask(means: Means, call: Call, paired: Paired, request: Request, conne
     """None: its answer has been taken. Else the head of an error, whose body is still to come. Raises Refusal."""
     leg, settings = paired.prefill, paired.settings
     assert leg.lease is not None and paired.pair is not None
+    backend = leg.lease.backend  # whoever ends the leg takes its lease
     octets = paired.octets(request, connections.origin, prefill=True)
     # decode may be waiting for whoever read it first, at a rendezvous that holds once
     twice = settings.connector.order.hands_over
@@ -63,7 +64,7 @@ async def _ask(means: Means, call: Call, paired: Paired, request: Request, conne
     if response.status >= 400:
         return response
     if response.status != 200:  # no answer for a client: it has neither an error nor what decode needs
-        name = leg.lease.backend.name
+        name = backend.name
         raise HandoffMissing(f"the prefill engine {name} answered with {response.status}, expected 200 and kv_transfer_params")
     page = leg.page = Page(connection, response)
     answer = await page.whole(PREFILL_MOST)
@@ -73,7 +74,6 @@ async def _ask(means: Means, call: Call, paired: Paired, request: Request, conne
     else:
         connection.drop()
     leg.connection = None
-    backend = leg.lease.backend
     assert leg.exchange.sent is not None
     means.told.prefilled(call.exchange, settings.connector.name, paired.answered - leg.exchange.sent)
     try:

@@ -277,3 +277,27 @@ async def test_a_rendezvous_is_not_for_an_engine_that_was_started_anew(start_gat
         for client in clients:
             client.fin()
         await at_rest(gateway, Ledger(), p, d)
+
+
+async def test_a_prefill_that_has_not_been_asked_ends_with_its_decode(start_gateway: Start) -> None:
+    """The client has left, and decode, which must not be aborted, went on to its first octet without asking for its prefill:
+    who asks afterwards is not known here, and prefill is not asked for nobody."""
+    async with engines() as ((p,), (d,), _):
+        d.script = held = s.Held(s.SSE_HEAD)
+        text = json.loads(configured("layerwise", p, d))
+        text["disaggregation"]["abort_unsafe"] = True
+        gateway = await start_gateway(config=json.dumps(text))
+        client = await gateway.connect()
+        await client.send(s.post())
+        wire = await held.wire()
+        client.reset()
+        await gateway.logged(outcome="client_gone")
+        assert wire.ended is None
+        await wire.send(s.chunk(OUTPUT[0]))
+        await wire.wait_closed(timeout=2)
+        await at_rest(gateway, Ledger(), p, d)
+        (request,) = d.requests
+        place = request.json()["kv_transfer_params"]["metaserver"]
+        assert await callback(place, f"chatcmpl-{request.get('x-request-id')}") == 404
+        assert not p.requests
+        await at_rest(gateway, Ledger(), p, d)
