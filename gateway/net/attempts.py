@@ -215,7 +215,7 @@ class Attempts:
         try:
             response = await answer
         except UpstreamFailed as failure:
-            if not failure.crossed:
+            if not failure.crossed or not upload.kept:
                 raise
             call.exchange.attempts += 1
             call.repeated += 1
