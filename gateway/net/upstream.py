@@ -89,7 +89,7 @@ class Connection(Lane):
         self._head: asyncio.Future[ResponseHead] | None = None
         self._received = b""
         self._answered = False  # some octet has come since the request was sent
-        self._sent = 0  # octets of it
+        self._sent = 0  # octets of it, where that is all
         self._unseen = False  # the backend ended the connection before an octet of it had come there
         self._whole = True  # all of the request has been sent, and the backend has not said that it reads it
         self.pending = b""  # of the body, until somebody relays it
@@ -174,7 +174,7 @@ class Connection(Lane):
 
     def eof_received(self) -> None:
         self.ended_well = True
-        self._unseen = self.uses > 1 and self._acks is not None and self._left is not None and self._is_unseen()
+        self._unseen = self.uses > 1 and self._whole and self._acks is not None and self._left is not None and self._is_unseen()
         if self.transport.get_write_buffer_size():  # whoever has ended takes no more of it: not to be waited for
             self.transport.abort()
 
@@ -249,7 +249,6 @@ class Connection(Lane):
 
     def write(self, octets: bytes) -> None:
         if not self.lost:
-            self._sent += len(octets)
             self.transport.write(octets)
 
     async def drain(self) -> None:

@@ -73,6 +73,13 @@ async def test_a_large_one(pool: ConnectionPool, listener: socket.socket) -> Non
     assert failed.unsent
 
 
+async def test_half_a_body(pool: ConnectionPool, listener: socket.socket) -> None:
+    """The rest of which is still to be sent, and what has been is not kept: there is nothing to send again."""
+    connection, theirs = await kept(pool, listener)
+    theirs.close()
+    assert not (await failure(connection.send(REQUEST[:-1], b"POST", whole=False))).unsent  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("read", [True, False])
 async def test_closed_after_it_came(pool: ConnectionPool, listener: socket.socket, read: bool) -> None:
     """It may have been read, whether the backend then ends in order, or resets as it has left something unread."""
