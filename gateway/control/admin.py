@@ -45,8 +45,8 @@ class Control(Source, Protocol):
         """None when requests can be served, else why not, in a few words."""
 
     def streams(self) -> list[dict[str, Any]]:
-        """What is in flight: request_id, client, method, path, model, backend, phase, age_s, output_events, bytes_out,
-        paused."""
+        """What is in flight: request_id, client, method, path, model, backend, prefill_backend, phase, age_s, output_events,
+        bytes_out, paused."""
 
     def abort(self, request_id: str) -> bool:
         """Whether there was such an exchange."""

@@ -57,6 +57,7 @@ class Operator:
                 "path": x.path,
                 "model": x.model,
                 "backend": x.backend,
+                "prefill_backend": x.prefill_backend,
                 "phase": x.phase.value,
                 "age_s": round(now - x.accepted, 3),
                 "output_events": x.meter.events if x.meter is not None else 0,

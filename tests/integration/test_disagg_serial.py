@@ -441,3 +441,18 @@ async def test_the_parts_of_the_time_to_the_first_token(start_gateway: Start) ->
         assert parts[1] >= 0.2 and parts[3] >= 0.15 and parts[2] < 0.1
         assert abs(sum(parts) - samples.value("tokenpipe_time_to_first_token_seconds_sum")) < 0.05
         await at_rest(gateway, ledger, p, d)
+
+
+async def test_what_is_in_flight_names_both_engines(start_gateway: Start) -> None:
+    """Whoever looks for the engine that hangs needs the one that hangs."""
+    async with engines() as ((p,), (d,), ledger):
+        p.script = held = s.Held()
+        gateway = await start_gateway(config=config([p], [d]))
+        client = await gateway.connect()
+        await client.send(s.post())
+        await held.wire()
+        (stream,) = (await gateway.admin(s.get("/-/streams"))).json()
+        assert (stream["backend"], stream["prefill_backend"]) == (f"127.0.0.1:{d.port}", f"127.0.0.1:{p.port}")
+        assert stream["phase"] == "prefill"
+        client.reset()
+        await at_rest(gateway, ledger, p, d)

@@ -42,6 +42,7 @@ _LIMITS: Final[dict[bytes, tuple[str, ...]]] = {  # the first that is given hold
     b"/v1/responses": ("max_output_tokens",),
     b"/v1/messages": ("max_tokens",),
 }
+_GENERATE: Final = b"/inference/v1/generate"
 _TEXTS: Final = frozenset(("messages", "prompt", "input", "text", "system", "instructions", "tools", "documents", "suffix"))
 _IDS: Final = frozenset(("prompt", "token_ids", "input_ids"))
 # A medium by its place. Within text, quotes are escaped: no text can look like this.
@@ -87,6 +88,8 @@ class Asked:
         self.path = path
         self.body = body = Body(octets)
         self.sampling = sampling = body.inner("sampling_params")  # /inference/v1/generate, and SGLang's /generate
+        if path == _GENERATE and sampling is None and body.raw("sampling_params") is not None:
+            raise Refusal("bad_request", "sampling_params is no JSON object", param="sampling_params")
         inner = body if path in _LIMITS else sampling or Body(b"{}")
         self.stream = flag(body, "stream")
         self.n = integer(inner, "n") or 1

@@ -43,7 +43,8 @@ async def both(
             await asyncio.wait((decoding,))
     if isinstance(outcome, Exception):
         if prefill.done() and isinstance(first := prefill.result(), Exception):
-            raise first  # decode's failure is what prefill's brought
+            call.drop()  # decode's failure is what prefill's brought: nobody will read what it has answered
+            raise first
         raise outcome
     if not 200 <= outcome.status < 300:
         paired.end_prefill()

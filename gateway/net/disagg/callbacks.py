@@ -18,11 +18,11 @@ class Callbacks:
     async def prefill(self, means: Means, call: Call, paired: Paired) -> None:
         """Prefill's leg, once decode has asked for it: exactly one request, when all of its callbacks have come."""
         assert paired.pair is not None
-        name = paired.pair.attempt
+        name, leg = paired.pair.attempt, paired.prefill
         complete: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._awaited[name] = (Rendezvous(paired.asked, paired.pair), complete)
         try:
-            await prefill(means, call, paired, await complete)
+            await prefill(means, call, paired, await complete, leg)
         finally:
             del self._awaited[name]
 

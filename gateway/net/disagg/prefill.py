@@ -21,8 +21,9 @@ from gateway.net.releases import PREFILL_MOST
 from gateway.net.upstream import Connection, ConnectionPool
 
 
-async def prefill(means: Means, call: Call, paired: Paired, given: bytes = b"") -> None:
-    leg, exchange, settings = paired.prefill, call.exchange, paired.settings
+async def prefill(means: Means, call: Call, paired: Paired, given: bytes = b"", leg: Leg | None = None) -> None:
+    """`leg`: which, where others may have taken it from the pair meanwhile. Raises LegFailed, EngineRefused."""
+    leg, exchange, settings = leg or paired.prefill, call.exchange, paired.settings
     assert leg.lease is not None and leg.connections is not None and paired.pair is not None
     backend, connector = leg.lease.backend, settings.connector
     if paired.state in (State.QUEUED, State.ENCODING, State.PROBING):
@@ -34,7 +35,7 @@ async def prefill(means: Means, call: Call, paired: Paired, given: bytes = b"") 
     try:
         response = await body.timed(
             call,
-            _ask(means, call, paired, request, leg.connections),
+            _ask(means, call, paired, request, leg),
             seconds,
             "timeout_first_byte",
             f"the prefill leg: the backend {backend.name} gave no answer within {seconds:g} s ({key})",
@@ -52,10 +53,10 @@ async def prefill(means: Means, call: Call, paired: Paired, given: bytes = b"") 
         raise LegFailed("prefill", backend, response=response)
 
 
-async def _ask(means: Means, call: Call, paired: Paired, request: Request, connections: ConnectionPool) -> ResponseHead | None:
+async def _ask(means: Means, call: Call, paired: Paired, request: Request, leg: Leg) -> ResponseHead | None:
     """None: its answer has been taken. Else the head of an error, whose body is still to come. Raises Refusal."""
-    leg, settings = paired.prefill, paired.settings
-    assert leg.lease is not None and paired.pair is not None
+    settings, connections = paired.settings, leg.connections
+    assert leg.lease is not None and connections is not None and paired.pair is not None
     backend = leg.lease.backend  # whoever ends the leg takes its lease
     octets = paired.octets(request, connections.origin, prefill=True)
     # decode may be waiting for whoever read it first, at a rendezvous that holds once

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from gateway.core.disagg import connector
 from gateway.core.disagg.asked import MEDIUM, Asked, Prompt
+from gateway.core.disagg.base import Bypass
 from gateway.errors import Refusal
 from tests.core.disagg.support import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, ask
 
@@ -158,3 +160,21 @@ def test_forced_tools(choice: object, forced: bool) -> None:
 )
 def test_prompt_logprobs(path: bytes, members: dict[str, Any], found: str | None) -> None:
     assert ask(path, **members).prompt_logprobs == found
+
+
+@pytest.mark.parametrize("value", [b"[]", b"7", b'"x"'])
+def test_sampling_params_that_are_no_object(value: bytes) -> None:
+    """Told as such, before anything is asked; elsewhere the member is nobody's, or may be a list (SGLang)."""
+    body = b'{"token_ids": [1], "sampling_params": %b}' % value
+    with pytest.raises(Refusal, match="sampling_params is no JSON object") as refused:
+        Asked(b"/inference/v1/generate", body)
+    assert refused.value.param == "sampling_params"
+    assert Asked(b"/generate", body).sampling is None
+    assert Asked(b"/inference/v1/generate", b'{"token_ids": [1], "sampling_params": null}').sampling is None
+
+
+@pytest.mark.parametrize("limit", [b"1", b"0", b"-3"])
+def test_who_wants_one_token_or_fewer_needs_no_prefill(limit: bytes) -> None:
+    """Fewer is decode's to refuse: prefill would have computed, and kept, for nothing."""
+    asked = Asked(b"/v1/completions", b'{"prompt": "x", "max_tokens": %b}' % limit)
+    assert connector("nixl").judge(asked) is Bypass.ONE_TOKEN

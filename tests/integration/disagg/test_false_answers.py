@@ -301,3 +301,58 @@ async def test_a_prefill_that_has_not_been_asked_ends_with_its_decode(start_gate
         assert await callback(place, f"chatcmpl-{request.get('x-request-id')}") == 404
         assert not p.requests
         await at_rest(gateway, Ledger(), p, d)
+
+
+async def test_both_fail_in_one_moment(start_gateway: Start) -> None:
+    """Prefill's words are the client's, and nothing is left of decode's, which was half said."""
+    async with engines() as ((p,), (d,), _):
+        go: asyncio.Event
+        half = s.head(503, [s.JSON_TYPE, ("content-length", "100")]) + b"{"
+
+        async def refuses(wire: HttpWire, request: Message) -> None:
+            await go.wait()
+            await s.reply(400, b'{"error": "prefills"}')(wire, request)
+
+        async def fails(wire: HttpWire, request: Message) -> None:
+            await go.wait()
+            await wire.send(half)
+            await wire.wait_closed(timeout=30)
+
+        p.script, d.script = refuses, fails
+        gateway = await start_gateway(config=configured("sglang", p, d))
+        for _ in range(5):
+            go = asyncio.Event()
+            clients = [await gateway.connect() for _ in range(8)]
+            asked = len(d.requests), len(p.requests)
+            for client in clients:
+                await client.send(s.post())
+            await p.wait_requests(asked[1] + len(clients))
+            await d.wait_requests(asked[0] + len(clients))
+            go.set()
+            for client in clients:
+                assert (await client.read_response()).status in (400, 503)
+                client.fin()
+        for wire in d.wires:
+            await wire.wait_closed(timeout=2)
+        await at_rest(gateway, Ledger(), p, d)
+
+
+async def test_decode_asks_for_its_prefill_when_its_client_has_left(start_gateway: Start) -> None:
+    """It must not be aborted, and waits for what it has asked for: prefill is asked, and both end with decode's first octet."""
+    async with engines() as ((p,), (d,), _):
+        p.script, d.script = asked, held = s.Held(), s.Held(s.SSE_HEAD)
+        text = json.loads(configured("layerwise", p, d))
+        text["disaggregation"]["abort_unsafe"] = True
+        gateway = await start_gateway(config=json.dumps(text))
+        client = await gateway.connect()
+        await client.send(s.post())
+        wire = await held.wire()
+        client.reset()
+        await gateway.logged(outcome="client_gone")
+        await called_back(held.requests[0])
+        prefilling = await asked.wire()
+        assert prefilling.ended is None
+        await wire.send(s.chunk(OUTPUT[0]))
+        await wire.wait_closed(timeout=2)
+        await prefilling.wait_closed(timeout=2)
+        await at_rest(gateway, Ledger(), p, d)
