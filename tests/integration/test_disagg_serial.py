@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from tests.integration.test_fleet import refusing, states
 from tests.support import script as s
 from tests.support.gateway import Gateway, until
+from tests.support.messages import HttpWire, Message
 from tests.support.pairs import NULLS, OUTPUT, at_rest, config, decode, engines, prefill
 
 Start = Callable[..., Awaitable[Gateway]]
@@ -410,18 +412,23 @@ async def test_ties_are_fair(start_gateway: Start) -> None:
 
 async def test_a_prefill_engine_stays_until_its_kv_is_fetched(start_gateway: Start) -> None:
     async with engines(2) as ((p, other), (d,), ledger):
-        held = s.Held(s.SSE_HEAD)
-        d.script = held
+        go_on = asyncio.Event()
+
+        async def slow(wire: HttpWire, request: Message) -> None:
+            await wire.send(s.SSE_HEAD)
+            await go_on.wait()
+            await decode(ledger, s.raw(b"".join(map(s.chunk, OUTPUT)) + s.LAST))(wire, request)
+
+        d.script = slow
         gateway = await start_gateway(config=config([p, other], [d]))
         client = await gateway.connect()
         await client.send(s.post())
-        wire = await held.wire()
+        await d.wait_requests()
         used = p if p.requests else other
         name = f"127.0.0.1:{used.port}"
         await gateway.admin(s.post({"type": "prefill", "instances": name}, "/instances/remove"))
         assert {b["name"]: b["state"] for b in await states(gateway)}[name] == "draining"
-        ledger.held.clear()
-        await wire.send(b"".join(map(s.chunk, OUTPUT)) + s.LAST)
+        go_on.set()
         assert (await client.read_response()).status == 200
         assert name not in [b["name"] for b in await states(gateway)]
         client.fin()

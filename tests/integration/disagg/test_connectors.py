@@ -4,6 +4,7 @@ is computed twice, nothing stays behind, whoever leaves and whenever."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 from gateway.configdisagg import Connector
-from tests.support.disagg import BODIES, PATHS, Start, mocks, said, undisturbed
+from gateway.synthetic.server import SyntheticUpstream
+from tests.support.disagg import BODIES, PATHS, Start, mocks, port_of, said, undisturbed
 from tests.support.gateway import Gateway
 from tests.support.script import post
 
@@ -131,6 +133,34 @@ async def test_a_decode_that_takes_no_connections(start_gateway: Start, name: st
         await engines.at_rest(gateway)
         assert other.running == 0 == await engines.counted("recomputed")
         await over(gateway)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("name", NAMES)
+async def test_56_an_engine_is_started_anew(start_gateway: Start, name: str, side: str, tmp_path: Path) -> None:
+    """At the same place, under another engine id: whoever asks next gets what one engine alone would say, and the KV of both
+    legs is of one engine."""
+    async with mocks(name, **options(name, tmp_path)) as engines:
+        gateway = await start_gateway(config=engines.config(release_timeout=1))
+        body = {**BODIES["chat"], "stream": True}
+        wanted = await undisturbed(PATHS["chat"], body)
+        assert (await gateway.ask(request(PATHS["chat"], body))).text() == wanted
+        await engines.at_rest(gateway)
+        alike = engines.prefills if side == "prefill" else engines.decodes
+        (old,) = alike
+        await old.stop()
+        alike[0] = new = SyntheticUpstream(dataclasses.replace(old.settings, port=port_of(old)))
+        await new.start()
+        try:
+            for seed in range(3):
+                body = {**BODIES["chat"], "stream": True, "seed": seed}
+                answer = await gateway.ask(request(PATHS["chat"], body))
+                assert (answer.status, answer.text()) == (200, await undisturbed(PATHS["chat"], body))
+            await engines.at_rest(gateway)
+            assert await engines.counted("recomputed") == 0 or name in STORES
+            await over(gateway)
+        finally:
+            await new.stop()
 
 
 @pytest.mark.parametrize("name", NAMES)

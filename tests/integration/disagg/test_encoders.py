@@ -261,3 +261,38 @@ async def test_a_second_try_waits_for_an_encoder(start_gateway: Start, comes_fre
             slow.go_on.set()
         assert (await first).body == b"".join(OUTPUT)
         await at_rest(gateway, ledger, p, d, *es)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_an_encoder_is_not_kept_where_there_is_nobody_else(start_gateway: Start, side: str) -> None:
+    async with engines() as ((p,), (d,), ledger), encoders() as (e,):
+        gateway = await start_gateway(config=beside(config([p], [d]), [e]))
+        gone = f"127.0.0.1:{(p if side == 'prefill' else d).port}"
+        await gateway.admin(s.post({"type": side, "instances": gone}, "/instances/remove"))
+        answer = await gateway.ask(s.post(BODY))
+        assert (answer.status, answer.get("x-gateway-error")) == (503, "no_backend")
+        await at_rest(gateway, ledger, p, d, e)
+        assert not e.requests
+
+
+async def test_one_medium_fails_as_another_is_done(start_gateway: Start) -> None:
+    """In one moment, while a third one waits for either's encoder: all is given back."""
+    async with engines() as ((p,), (d,), ledger), encoders() as (e,):
+        attempts: dict[str, list[HttpWire]] = {}
+
+        async def both(wire: HttpWire, request: Message) -> None:
+            together = attempts.setdefault((request.get("x-request-id") or "").split(":")[0], [])
+            together.append(wire)
+            if len(together) == 2:
+                answers = (s.JSON_TYPE, ("content-length", "2"))
+                await together[0].send(s.head(200, answers) + b"{}")
+                await together[1].send(s.head(400, answers) + b"{}")
+
+        e.script = both
+        gateway = await start_gateway(config=beside(config([p], [d]), [e], max_in_flight=2))
+        content = [image(name) for name in "abc"]
+        for _ in range(20):
+            answer = await gateway.ask(s.post({**BODY, "messages": [{"role": "user", "content": content}]}))
+            assert (answer.status, answer.body) == (400, b"{}")
+        await at_rest(gateway, ledger, p, d, e)
+        assert not p.requests
