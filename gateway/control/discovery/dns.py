@@ -2,7 +2,8 @@
 
 Each address is a backend of its own, so that connections follow the name: one to an address that has gone is not used
 again. The name goes into Host, and is the one that a certificate must have. Where several names, or targets, lead to one
-address and port, that is one engine, and one backend: known by whichever it was known by before, else by the first.
+address and port, that is one engine, and one backend: known by whichever it was known by before, else by the first. But over
+TLS, where who answers depends on the name that is asked for (RFC 6066 section 3), each name is one.
 
 A and AAAA are one or the other, never both: an engine with two addresses would be counted twice. For the same reason a
 target of SRV records is asked for its A records, and for AAAA only where it has none. Of SRV records only those of the
@@ -160,9 +161,10 @@ def one_an_engine(members: Iterable[Member], before: Container[Place]) -> list[M
     found: dict[tuple[str | None, str], Member] = {}
     for member in members:
         place = member.place
-        holder = found.setdefault((place.address, place.url.rpartition(":")[2]), member)
+        led_to = place.address, place.url if place.url.startswith("https:") else place.url.rpartition(":")[2]
+        holder = found.setdefault(led_to, member)
         if place in before and holder.place not in before:
-            found[place.address, place.url.rpartition(":")[2]] = member
+            found[led_to] = member
     return list(found.values())
 
 
