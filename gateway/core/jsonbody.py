@@ -23,6 +23,8 @@ SHOWN = 1024  # octets of a value that are kept; longer ones are known by their 
 KEY_MOST = 1024  # octets of a key; a longer one is no key that anybody asks for
 _BLANK = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
+_TRUE = frozenset(("1", "on", "t", "true", "y", "yes"))  # pydantic 2, conversion table: str to bool
+_FALSE = frozenset(("0", "off", "f", "false", "n", "no"))
 _STRUCTURE = re.compile(rb'["{}\[\]]')
 _BLANKS = re.compile(rb"[ \t\r\n]*")
 _SCALAR_END = re.compile(rb"[,}\] \t\r\n]")
@@ -32,6 +34,17 @@ _COMMA = re.compile(rb"[ \t\r\n]*,")
 _CLOSING = re.compile(rb"[ \t\r\n]*\}")
 _values = msgspec.json.Decoder(dict[str, msgspec.Raw])
 MEMBERS_MOST = 10_000
+
+
+def truth(value: object) -> bool | None:
+    """A value as engines (pydantic) read a bool; None where it is none."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float) and value in (0, 1):
+        return value == 1
+    if isinstance(value, str) and (word := value.lower()) in _TRUE | _FALSE:
+        return word in _TRUE
+    return None
 
 
 class Member(NamedTuple):

@@ -6,10 +6,12 @@ the prompt fits. Fields nobody knows are ignored, as vLLM ignores them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from gateway.core.jsonbody import truth
 from gateway.synthetic.refusals import bad_request, invalid, unknown_model
 
 Body = dict[str, Any]
@@ -54,25 +56,43 @@ class Ask:
 
 
 def integer(body: Body, name: str) -> int | None:
+    """As pydantic reads one, and the next two: vLLM's models are not strict."""
     value = body.get(name)
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-        return value
-    if isinstance(value, float) and value.is_integer():
+    if value is None or isinstance(value, int):
+        return value if value is None else int(value)
+    if isinstance(value, float) and not value.is_integer():
+        why = "Input should be a valid integer, got a number with a fractional part"
+        raise invalid("int_from_float", f"body.{name}", why, value)
+    if isinstance(value, float):
         return int(value)
+    if isinstance(value, str):
+        if re.fullmatch(r"[+-]?\d{1,4300}(\.0+)?", value.strip()):
+            return int(value.partition(".")[0])
+        why = "Input should be a valid integer, unable to parse string as an integer"
+        raise invalid("int_parsing", f"body.{name}", why, value)
     raise invalid("int_type", f"body.{name}", "Input should be a valid integer", value)
 
 
 def number(body: Body, name: str) -> float | None:
     value = body.get(name)
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return value
+    if value is None or isinstance(value, int | float):
+        return value if value is None else value + 0  # true is 1
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            why = "Input should be a valid number, unable to parse string as a number"
+            raise invalid("float_parsing", f"body.{name}", why, value) from None
     raise invalid("float_type", f"body.{name}", "Input should be a valid number", value)
 
 
 def boolean(body: Body, name: str) -> bool:
     value = body.get(name)
-    if value is None or isinstance(value, bool):
-        return bool(value)
+    found = False if value is None else truth(value)
+    if found is not None:
+        return found
+    if isinstance(value, int | float | str):
+        raise invalid("bool_parsing", f"body.{name}", "Input should be a valid boolean, unable to interpret input", value)
     raise invalid("bool_type", f"body.{name}", "Input should be a valid boolean", value)
 
 

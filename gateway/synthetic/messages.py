@@ -86,9 +86,11 @@ class Messages:
             blocks.append(f'{{"type":"text","text":{json_text(text)}}}')
         for call, arguments in enumerate(generation.calls()):
             blocks.append(f"{self._tool(call)[:-3]}{arguments or '{}'}}}")
+        transfers = {"kv_transfer_params": generation.handoff, "ec_transfer_params": generation.encoded}
+        told = "".join(f',"{name}":{value}' for name, value in transfers.items() if value != "null")  # nulls are left out
         return (
             f'{{"id":{self._id},"type":"message","role":"assistant","content":[{",".join(blocks)}],"model":{self._model},'
-            f'"stop_reason":{self._stop_reason()},"usage":{self._usage(generation.produced)}}}'
+            f'"stop_reason":{self._stop_reason()},"usage":{self._usage(generation.produced)}{told}}}'
         )
 
     def _start(self) -> Event:

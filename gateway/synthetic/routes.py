@@ -38,7 +38,7 @@ from gateway.synthetic.text import Vocabulary, json_text, pieces
 from gateway.synthetic.wire import dress, json_response
 
 DIALECTS: Final[tuple[type[Dialect], ...]] = (Chat, Completions, Responses, Messages)
-_PREFIXES: Final[dict[type[Dialect], str]] = {Chat: "chatcmpl", Completions: "cmpl"}
+_PREFIXES: Final[dict[type[Dialect], str]] = {Chat: "chatcmpl", Messages: "chatcmpl", Completions: "cmpl"}
 # vLLM itself takes any size; this only keeps a stand-in from being filled up.
 _MAX_BODY: Final = 256 * 1024 * 1024
 

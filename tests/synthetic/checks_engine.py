@@ -12,7 +12,7 @@ import pytest
 
 from gateway.synthetic.server import SyntheticUpstream
 from tests.support.upstream import listening_socket
-from tests.synthetic.conftest import COMPLETIONS, RESPONSES, metric, request
+from tests.synthetic.conftest import COMPLETIONS, MESSAGES, RESPONSES, metric, request
 from tests.synthetic.trial import Trial, contents, sees
 
 
@@ -190,9 +190,9 @@ async def held(t: Trial) -> None:
     (one,) = (await kv(t, prefiller))["held"]
     assert one["request_id"] == params["remote_request_id"]
     assert await metric(prefiller, "vllm:kv_cache_usage_perc") > 0
-    for path in (COMPLETIONS, RESPONSES):
-        extra = {"prompt": "hello"} if path == COMPLETIONS else {"input": "hello"}
-        asked = {"stream": None, "kv_transfer_params": PREFILL, **extra}
+    extras = {COMPLETIONS: {"prompt": "hello"}, RESPONSES: {"input": "hello"}, MESSAGES: {"messages": PROMPT}}
+    for path, extra in extras.items():
+        asked: dict[str, Any] = {"stream": None, "kv_transfer_params": PREFILL, **extra}
         assert (await t.ask("", mock=prefiller, path=path, **asked)).json()["kv_transfer_params"]["remote_request_id"]
     plain = await t.start()  # without a connector nobody knows what it is
     assert await prefill(t, plain) is None
