@@ -31,6 +31,7 @@ from gateway.control.admin import admin_app
 from gateway.control.disagg import check_member, engine_of, key_of, pair_settings, say_connector
 from gateway.control.discovery.owner import Discovery, Followed, failed
 from gateway.control.fleet import fleet_routes
+from gateway.control.listener import listening
 from gateway.control.membership import Entry, Membership, origin_of
 from gateway.control.metaserver import PATH, Metaserver
 from gateway.control.modelpages import ModelPages
@@ -304,13 +305,12 @@ class App:
         operator = Operator(
             self.gateway, self.metrics, self.membership, self.reload, lambda: configuration.effective(self.config)
         )
+        live, key = self.gateway.live, key_of(self._overrides)
         fleet = fleet_routes(
-            self.membership, member_of_body, lambda one: check_member(self.config.disaggregation, one), key_of(self._overrides)
+            self.membership, member_of_body, lambda one: check_member(self.config.disaggregation, one), live, key
         )
         admin = admin_app(operator, token=token, names=(socket.gethostname(),), more=fleet)
-        self._admin = web.AppRunner(admin, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
-        await self._admin.setup()
-        await web.SockSite(self._admin, admin_socket, backlog=128).start()
+        self._admin = await listening(admin, admin_socket)
         self._admin_url = listen.url("http", admin_socket)
 
     def _signals(self) -> None:

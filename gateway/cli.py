@@ -57,7 +57,12 @@ def _serve_options(command: _Command) -> _Command:
             help="An engine: http://HOST:PORT, https://HOST:PORT or unix:/PATH. Repeat it for more. These replace the"
             " file's backends.",
         ),
-        click.option("--workers", type=int, metavar="N", help="Processes that relay; this version knows 1 only.  [1]"),
+        click.option(
+            "--workers",
+            type=int,
+            metavar="N",
+            help="Processes that relay; this version has one. More are refused, but with the flags of prefill and decode.  [1]",
+        ),
         click.option("--log-level", metavar="debug|info|warning|error", help="The least that is logged.  [info]"),
         click.option("--log-format", metavar="text|json", help="How a line of the log looks.  [text]"),
         # as vLLM Ascend's load_balance_proxy_server_example.py has them, and vLLM's own examples
@@ -117,8 +122,11 @@ def serve(config_path: Path | None, **flags: Any) -> int:
     configuration again.
     """
     from gateway.config import load
+    from gateway.configdisagg import FLAGS
 
     overrides = {name: value for name, value in flags.items() if value not in (None, ())}
+    if overrides.get("workers") in range(2, 1025) and any(name in overrides for name in FLAGS):  # that proxy's command line
+        click.echo(f"tokenpipe: --workers {overrides.pop('workers')}: this version relays all with one process", err=True)
     config = load(config_path, overrides)
 
     from gateway.app import serve as serve_until_stopped

@@ -410,9 +410,16 @@ def load(
     for keys, clashes in _CLASHES:
         if complaints.clean(*keys):
             for where, found, expected in clashes(config):
-                reader.complain(where, found, expected)
+                reader.complain(where, found, expected + _beyond_flags(reader.origin(where), where, found))
     complaints.raise_if_any()
     return config
+
+
+def _beyond_flags(origin: str, where: str, found: str) -> str:
+    """What is said besides of a key that a flag has made necessary, and none can give."""
+    if not origin.startswith("--") or found != "found nothing":
+        return ""
+    return f", by a file (-c FILE{', in place of these flags' if where.startswith('backends') else ''})"
 
 
 def _engines_key(overrides: Mapping[str, object], environ: Mapping[str, str], complaints: Complaints) -> Secret | None:

@@ -74,7 +74,7 @@ def backends_of_flags(given: dict[str, object], complaints: Complaints) -> list[
                 flags, "backends", f"found {len(hosts)} host(s) and {len(ports)} port(s); expected a port for each host"
             )
             continue
-        for host, number in zip(hosts, ports, strict=True):
+        for host, number in dict.fromkeys(zip(hosts, ports, strict=True)):  # named twice is one instance, as to that proxy
             name = str(host).strip("[]")
             if not is_host(name):
                 complaints.add(flags, "backends", f"found {describe(host)}; expected a host name or IP address")

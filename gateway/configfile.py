@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 import types
 import typing
@@ -396,8 +397,7 @@ class Reader:
             self.root = hint
         if not isinstance(node.value, dict):
             return self.complain(path, f"found {describe(node.value)}", "a mapping of " + _listed(hint))
-        fields = {field.encode_name: field for field in msgspec.structs.fields(hint)}
-        hints = typing.get_type_hints(hint, include_extras=True)
+        fields, hints = _members(hint)
         values = {}
         for key, child in node.value.items():
             inside = join(path, key)
@@ -429,6 +429,13 @@ class Reader:
             nearest = join(path, difflib.get_close_matches(key, siblings, 1, 0.0)[0])
             text = f"unknown key; expected one of {', '.join(siblings)}; the nearest known key is {nearest}"
         self.complaints.add(self.origin(inside), inside, text)
+
+
+@functools.cache
+def _members(hint: type[msgspec.Struct]) -> tuple[Mapping[str, msgspec.structs.FieldInfo], Mapping[str, Any]]:
+    """By key, and their hints by name. Cached, as to find them costs more than all else there is to one backend of many."""
+    fields = {field.encode_name: field for field in msgspec.structs.fields(hint)}
+    return fields, typing.get_type_hints(hint, include_extras=True)
 
 
 def _unwrap(hint: Any) -> tuple[Any, tuple[Any, ...], bool]:

@@ -24,13 +24,16 @@ class CommandOfSeveral(click.Command):
 
 
 def repeat_flags(args: list[str], several: Mapping[str, re.Pattern[str]]) -> list[str]:
-    """Each further word of a flag that takes several gets the flag before it."""
+    """Each further word of a flag that takes several gets the flag before it. Raises click.BadOptionUsage where there is none:
+    click would take the next flag for one."""
     repeated: list[str] = []
     flag, taken = "", 0  # the flag whose words these are, and how many it has had
     for position, word in enumerate(args):
         if word == "--":
             return repeated + args[position:]
         name, equals, _ = word.partition("=")
+        if word.startswith("--") and flag and not taken:
+            raise click.BadOptionUsage(flag, f"{flag}: found no word after it, but {name}; expected at least one")
         if word.startswith("-"):
             flag, taken = (name, int(bool(equals))) if name in several else ("", 0)
         elif flag:

@@ -132,6 +132,15 @@ def test_serve_without_anything(app: Recorder) -> None:
     assert app.calls == [(Config(), None, {})]
 
 
+def test_processes_of_the_proxy_that_it_replaces(app: Recorder, capsys: Capture) -> None:
+    """Its command line works as it is; the flag by itself is refused, as are processes that nobody could want."""
+    assert run(["serve", "--prefiller-hosts", "a", "--prefiller-ports", "1", "--decoder-ports", "2", "--workers", "4"]) == 0
+    ((config, _, overrides),) = app.calls
+    assert (config.workers, overrides.get("workers")) == (1, None)
+    assert capsys.readouterr().err == "tokenpipe: --workers 4: this version relays all with one process\n"
+    assert run(["serve", "--prefiller-hosts", "a", "--prefiller-ports", "1", "--workers", "0"]) == 2
+
+
 def test_serve(app: Recorder, tmp_path: Path) -> None:
     path = tmp_path / "gw.yaml"
     path.write_text("backends: [{url: http://a}]\nlimits: {queue: 7}")

@@ -954,12 +954,19 @@ def test_a_proxys_defaults(loaded: Load) -> None:
     ]  # fmt: skip
 
 
+def test_an_instance_that_is_named_twice(loaded: Load) -> None:
+    config = loaded("{}", {"prefiller_hosts": ("::1", "a", "::1"), "prefiller_ports": (1, 1, 1)})
+    assert [one.name for one in config.backends] == ["[::1]:1", "a:1", "localhost:8002"]
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ({**PROXY, "prefiller_ports": (1,)}, "--prefiller-hosts --prefiller-ports: backends: found 2 host(s) and 1 port(s)"),
         ({**PROXY, "decoder_hosts": ("a b",)}, "--decoder-hosts --decoder-ports: backends: found 'a b'"),
         ({**PROXY, "decoder_ports": (0,)}, "expected a port from 1 to 65535 after the host"),
+        ({**PROXY, "kv_connector": "layerwise"}, "at which engines of layerwise call back, by a file (-c FILE)"),
+        ({**PROXY, "kv_connector": "p2p_nccl"}, "for connector p2p_nccl, by a file (-c FILE, in place of these flags)"),
         ({**PROXY, "kv_connector": "teleport"}, "--kv-connector: disaggregation.connector: found 'teleport'; expected "),
         ({**PROXY, "decoder_hosts": ("::1",), "decoder_ports": (8101,)}, "backends[2].name: found [::1]:8101, as backends[1]"),
     ],

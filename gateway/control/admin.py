@@ -21,9 +21,11 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.control import dashboard
 from gateway.control.dashboard_feed import Feed, Source
+from gateway.control.listener import QUOTED
 from gateway.control.replies import error, reply
 from gateway.errors import ConfigError
 
@@ -155,6 +157,10 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = error(404, "unknown_path", f"there is nothing at {request.path}")
     except web.HTTPException as refusal:
         response = error(refusal.status, "bad_request", refusal.reason)
+    except ConnectionError:
+        raise  # the caller has left
+    except (web.RequestPayloadError, HttpProcessingError) as wrong:
+        response = error(400, "bad_request", f"the body cannot be read: {' '.join(str(wrong).split())[:QUOTED]}")
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
         response = error(500, "internal", "the gateway failed to answer; its log says why")

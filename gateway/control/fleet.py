@@ -9,29 +9,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 from aiohttp import web
 
 from gateway.control.membership import Entry, Membership, Taken, described, described_as_out
 from gateway.control.replies import error, reply
-from gateway.core.members import Member
+from gateway.core.members import ADMIN_API, Member
 from gateway.errors import ConfigError
 
 ROLES = {"prefill": ("both", "prefill"), "decode": ("both", "decode")}  # an instance's type -> roles of backends
 ADDED_MOST = 1000  # instances of one request
+_LOOPBACK = re.compile(r"//(localhost|127\.0\.0\.1|0\.0\.0\.0)(?=[:/]|$)")  # one instance to that proxy
 
 
 def fleet_routes(
     membership: Membership,
     read: Callable[[object], Member],
     check: Callable[[Member], None],
+    under_way: Sized,
     credential: bytes | None = None,
 ) -> list[web.RouteDef]:
     """`read`: a backend out of a request's JSON; `check`: whether it can be used, where nobody else describes it; both raise
-    ConfigError. `credential`: what added instances are shown."""
-    fleet = _Fleet(membership, read, check, credential)
+    ConfigError. `under_way`: the exchanges; `credential`: what added instances are shown."""
+    fleet = _Fleet(membership, read, check, under_way, credential)
     return [
         web.post("/-/backends", fleet.add),
         web.delete("/-/backends/{name}", fleet.remove),
@@ -50,9 +52,11 @@ class _Fleet:
         membership: Membership,
         read: Callable[[object], Member],
         check: Callable[[Member], None],
+        under_way: Sized,
         credential: bytes | None,
     ):
         self._membership, self._read, self._check, self._credential = membership, read, check, credential
+        self._under_way = under_way
 
     async def add(self, request: web.Request) -> web.Response:
         try:
@@ -104,12 +108,24 @@ class _Fleet:
         try:
             role, urls = _instances(await _content(request))
             members = [self._read({"url": url, "role": role})._replace(credential=self._credential) for url in urls]
-            self._membership.add(members, self._check)
+            there = {_alike(entry.member): entry.member.name for entry in self._of_role(role)}
+            new = [one for one in members if there.get(_alike(one), one.name) == one.name]
+            self._membership.add([self._as_it_serves(one) for one in new], self._check)
         except ConfigError as wrong:
             return error(400, "bad_request", str(wrong))
         except Taken as taken:
             return error(409, "conflict", str(taken))
         return self._adjusted("add", role, members)
+
+    def _as_it_serves(self, member: Member) -> Member:
+        """One that this API has added already serves both roles still, or one: to change that is to take it out first.
+        Raises Taken."""
+        entry = self._membership.entries.get(member.name)
+        if entry is None or entry.source != ADMIN_API:
+            return member
+        if entry.member.role not in ROLES[member.role]:
+            raise Taken(f"{member.name} is a {entry.member.role} backend: remove it first")
+        return member._replace(role=entry.member.role)
 
     async def remove_instances(self, request: web.Request) -> web.Response:
         try:
@@ -118,15 +134,15 @@ class _Fleet:
         except ConfigError as wrong:
             return error(400, "bad_request", str(wrong))
         # http://a is a:80 by name, and http://a:80 may have another name
-        names, urls = {member.name for member in members}, [member.place.url for member in members]
-        found = [e for e in self._of_role(role) if e.member.name in names or e.member.place.url in urls]
+        names, places = {member.name for member in members}, {_alike(member) for member in members}
+        found = [e for e in self._of_role(role) if e.member.name in names or _alike(e.member) in places]
         if not found:
             return error(404, "unknown_backend", f"none of these is a {role} instance; GET /-/backends names all")
         self._membership.take_out([entry.member.name for entry in found])
         return self._adjusted("remove", role, [entry.member for entry in found])
 
     def _adjusted(self, what: str, role: str, members: Sequence[Member]) -> web.Response:
-        return reply(
+        return _compact(
             {
                 "message": f"{what} {role} instances: {[_shown(member) for member in members]}.",
                 "current_prefill_instances": [_shown(entry.member) for entry in self._of_role("prefill")],
@@ -135,17 +151,27 @@ class _Fleet:
         )
 
     async def healthcheck(self, request: web.Request) -> web.Response:
-        return reply(
+        return _compact(
             {
                 "status": "ok",
                 "prefill_instances": len(self._of_role("prefill")),
                 "decode_instances": len(self._of_role("decode")),
-                "request_num": sum(entry.backend.in_flight for entry in self._membership.everyone),
+                "request_num": len(self._under_way),
             }
         )
 
     def _of_role(self, role: str) -> list[Entry]:
         return [entry for entry in self._membership.entries.values() if entry.member.role in ROLES[role]]
+
+
+def _compact(content: object) -> web.Response:
+    """As that proxy writes it, for shell scripts look for words such as "status":"ok" in it."""
+    return web.Response(text=json.dumps(content, separators=(",", ":"), ensure_ascii=False), content_type="application/json")
+
+
+def _alike(member: Member) -> str:
+    """Where it is, with one name for this machine, which that proxy knows by three."""
+    return _LOOPBACK.sub("//localhost", member.place.url)
 
 
 def _shown(member: Member) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from gateway.control.listener import listening
 from gateway.control.replies import error, reply
 from gateway.errors import Refusal
 
@@ -28,9 +29,7 @@ class Metaserver:
     async def start(self) -> None:
         app = web.Application(client_max_size=CALLBACK_MOST)
         app.router.add_post(PATH, self._posted)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
-        await self._runner.setup()
-        await web.SockSite(self._runner, self._sock, backlog=128).start()
+        self._runner = await listening(app, self._sock)
 
     async def stop(self) -> None:
         if self._runner is not None:

@@ -15,6 +15,8 @@ from gateway.net.handler import Gateway
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.observer import Observers
 
+NAMED_MOST = 10  # backends that are out, in what /readyz says
+
 
 class Operator:
     def __init__(
@@ -42,7 +44,12 @@ class Operator:
     def ready(self) -> str | None:
         if self._gateway.draining:
             return "draining"
-        return None if self._gateway.fleet.routable else "no backend can be reached"
+        fleet = self._gateway.fleet
+        if fleet.routable:
+            return None
+        out = [f"{b.name} is {b.standing}" for b in fleet.pool.backends if not b.routable]
+        why = ", ".join(out[:NAMED_MOST]) + (", ..." if len(out) > NAMED_MOST else "")
+        return f"no backend can be reached: {why or 'there is none, or not both of prefill and decode'}"
 
     def backends(self) -> list[dict[str, Any]]:
         return [described(entry) for entry in self._membership.everyone]

@@ -145,11 +145,15 @@ class Probes:
         return 200 <= status < 300, True
 
     async def _look_for_sleep(self, target: Target, *, more: bool) -> bool:
-        """An engine that sleeps is well, and can do nothing. Returns whether it can tell. Only vLLM is asked for its page."""
+        """An engine that sleeps is well, and can do nothing. Returns whether it can tell.
+
+        A vLLM without `vllm:` metrics (`--disable-log-stats`) has the page all the same, so that all are asked for it but those
+        whose metrics name another engine.
+        """
         try:
             status, body = await self._page(target, "/metrics", more=True)
             asleep: object = engine_metrics.asleep(body) if status == 200 else None
-            if asleep is None and status == 200 and b"vllm:" in body:
+            if asleep is None and not (status == 200 and engine_metrics.of_another_engine(body)):
                 status, body = await self._page(target, SLEEP, more=more)
                 asleep = json.loads(body)["is_sleeping"] if status == 200 else None
         except (GatewayError, TimeoutError):

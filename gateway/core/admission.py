@@ -27,7 +27,10 @@ RETRY_MOST = 120  # seconds that a client is told to wait at most
 
 
 class Room(Protocol):
-    """Where a line leads to: a pool."""
+    """Where a line leads to: a pool. `in_flight`: how many it holds, all of them together; None: nobody knows."""
+
+    @property
+    def in_flight(self) -> int | None: ...
 
     def has_room(self, clock: Callable[[], float]) -> bool: ...
 
@@ -139,7 +142,7 @@ class Admission:
                 retry_after=_retry_after(line.pace.wait(0, now) or 0.0),
             )
         ahead = line.ahead(rank)
-        wait = line.pace.wait(ahead, now) if patience else None
+        wait = self._wait(line, rank, ahead, now) if patience else None
         if wait is not None and patience is not None and wait > patience:
             raise Refusal(
                 "overloaded",
@@ -147,6 +150,15 @@ class Admission:
                 f"after the {patience:g} s that it may wait (timeouts.queue)",
                 retry_after=_retry_after(wait - patience),
             )
+
+    def _wait(self, line: Line, rank: int, ahead: int, now: float) -> float | None:
+        wait = line.pace.wait(ahead, now)
+        if wait is not None:
+            return wait
+        if self._full:
+            return line.pace.guess(sum(other.ahead(rank) for other in self._lines), self.in_flight, now)
+        held = [quota.in_flight for quota in line.quotas if quota.limit is not None and quota.in_flight >= quota.limit]
+        return line.pace.guess(ahead, min(held) if held else line.pool.in_flight or 0, now)
 
     def ticket(self, line: Line, granted: Callable[[], None], rank: int = 0, patience: float | None = None) -> Ticket:
         """Raises Refusal, as `foresee`."""

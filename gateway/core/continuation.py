@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from gateway.core.inspection import ABSENT_COMPLETIONS, Edit, splice
-from gateway.core.jsonbody import Member, Members, NotAnObject
+from gateway.core.jsonbody import Member, Members, NotAnObject, truth
 
 CHAT: Final = b"/v1/chat/completions"
 COMPLETIONS: Final = b"/v1/completions"
@@ -105,18 +105,18 @@ def continuation(path: bytes, body: bytes, *, injected: bool = False) -> Continu
     if any(members.get(key) is not None and type(members.get(key)) is not int for key in _LIMITS):
         return None  # a number in a string, or none: the engine's to read
     options = members.get("stream_options")
-    usage = isinstance(options, dict) and options.get("include_usage") is True and not injected
+    usage = isinstance(options, dict) and truth(options.get("include_usage")) is True and not injected
     unsaid = path == COMPLETIONS and "max_tokens" not in members  # which means 16
     return Continuation(path, body, limited or usage or unsaid, usage)
 
 
 def _fit_for_chat(members: dict[str, Any]) -> bool:
-    messages, goes_on = members.get("messages"), members.get("continue_final_message") is True
+    messages, goes_on = members.get("messages"), truth(members.get("continue_final_message")) is True
     if not isinstance(messages, list) or not messages or not isinstance(messages[-1], dict):
         return False
     if not goes_on:
         # without a generation prompt nobody's turn has begun, and an assistant's message would begin one
-        return members.get("add_generation_prompt") is not False
+        return truth(members.get("add_generation_prompt")) is not False
     last = messages[-1]
     return last.get("role") == "assistant" and isinstance(last.get("content"), str)
 

@@ -60,6 +60,11 @@ def asleep(page: bytes) -> bool | None:
     return not any(ranks) if ranks else None
 
 
+def of_another_engine(page: bytes) -> bool:
+    """Whether the page is SGLang's, not vLLM's. One that has metrics of neither says nothing of who wrote it."""
+    return b"\nsglang:" in b"\n" + page and b"vllm:" not in page
+
+
 def _samples(page: bytes, name: bytes) -> list[float]:
     """The values of one name, one a rank; of several for the same rank the largest."""
     ranks: dict[bytes, float] = {}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.core.jsonbody import Member, Members, NotAnObject, whole
+from gateway.core.jsonbody import Member, Members, NotAnObject, truth, whole
 from gateway.errors import Refusal
 
 # The members that bound the answer's length; the first is the one that is put in where none is given. In Anthropic's
@@ -90,7 +90,7 @@ class Inspector:
         for attribute in self._watched:
             if getattr(seen, attribute):
                 return self.facts(members(body))
-        return Facts(_model(seen.model), _flag(seen.stream))
+        return Facts(_model(seen.model), truth(seen.stream))
 
     def facts(self, found: list[Member]) -> Facts:
         """By the members of a body. Raises Refusal where one of them is refused."""
@@ -107,7 +107,7 @@ class Inspector:
             if member.key == "model":
                 model = _model(_decoded(member.value))
             elif member.key == "stream":
-                stream = _flag(_decoded(member.value))
+                stream = truth(_decoded(member.value))
         return Facts(model, stream)
 
     def rewrite(self, path: bytes, body: bytes) -> Rewritten:
@@ -218,7 +218,7 @@ def _ask_for_usage(found: list[Member]) -> list[Edit]:
     asked = [member for member in inner if member.key == "include_usage"]
     at = last.value_begin
     if asked:
-        if asked[-1].value == b"true":
+        if truth(_decoded(asked[-1].value)):
             return []
         return [Edit(at + asked[-1].value_begin, at + asked[-1].end, b"true")]
     return [Edit(at + 1, at + 1, b'"include_usage": true' + (b", " if inner else b""))]
@@ -250,7 +250,3 @@ def _number(member: Member) -> float | None:
 
 def _model(found: object) -> str | None:
     return found if isinstance(found, str) else None
-
-
-def _flag(found: object) -> bool | None:
-    return found if isinstance(found, bool) else None

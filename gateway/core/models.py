@@ -18,6 +18,8 @@ Models that the same backends serve share one pool.
 from __future__ import annotations
 
 import difflib
+import heapq
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -27,7 +29,8 @@ from gateway.core.pool import Pool
 from gateway.errors import Refusal
 
 NEAREST = 3  # names that an unknown model's refusal offers
-COMPARED_MOST = 256  # known names that an unknown one is compared with
+COMPARED_MOST = 64  # known names that an unknown one is compared with: those with the most pairs of letters in common
+LOOKED_AT_MOST = 4096  # known names of which that is counted
 SHOWN_MOST = 128  # characters of an unknown name that are compared and repeated
 
 
@@ -93,7 +96,10 @@ class Alias:
 
 class Models:
     """`whole`: all backends. `anywhere`: the way of requests that name no model. `needed`: where a request goes depends on
-    its model. `merged`: the list of models is made here, not by the one backend."""
+    its model. `merged`: the list of models is made here, not by the one backend. `lone`: where there is one backend it judges
+    by itself, as it is the only one of the fleet that could."""
+
+    lone = True
 
     def __init__(self, balance: str = "least_loaded", load_factor: float = 1.25):
         self._balance, self._load_factor = balance, load_factor
@@ -101,6 +107,7 @@ class Models:
         self.anywhere = Way(self.whole)
         self.rules: Mapping[str, Rule] = {}
         self.names: frozenset[str] = frozenset()  # all that are known: bounded by the operator and the backends
+        self._pairs: dict[str, frozenset[str]] = {}  # of letters in each of them, once they have been asked for
         self.needed = self.merged = False
         self._ways: dict[str, Way | Alias] = {}
         self._otherwise: Way | None = self.anywhere  # of names that nobody knows
@@ -127,8 +134,8 @@ class Models:
         full = (1 << len(backends)) - 1
         serving, unheard, silent = _places(backends)
         self._pools[full] = self.whole
-        self.names = frozenset([*serving, *rules])
-        alone = len(backends) == 1 and not rules and not backends[0].told
+        self.names, self._pairs = frozenset([*serving, *rules]), {}
+        alone = self.lone and len(backends) == 1 and not rules and not backends[0].told
         self.merged = bool(backends) and not alone
         self.needed = self.merged and (bool(rules) or any(places | silent != full for places in serving.values()))
         self._doubtful.lead(self._pool(unheard | silent))
@@ -194,14 +201,27 @@ class Models:
 
     def unknown(self, name: str) -> Refusal:
         shown = name[:SHOWN_MOST]
-        known = sorted(self.names)[:COMPARED_MOST]
-        near = difflib.get_close_matches(shown, known, NEAREST, 0.5)
+        near = self._nearest(shown.casefold())
         if near:
             offered = f"the nearest that are served: {', '.join(near)}"
         else:
             more = len(self.names) - NEAREST
-            offered = f"served are {', '.join(known[:NEAREST])}" + (f" and {more} more (GET /v1/models)" if more > 0 else "")
+            offered = f"served are {', '.join(heapq.nsmallest(NEAREST, self.names))}"
+            offered += f" and {more} more (GET /v1/models)" if more > 0 else ""
         return Refusal("unknown_model", f"the model {shown!r} does not exist; {offered}", param="model")
+
+    def _nearest(self, asked: str) -> list[str]:
+        """Names that are nearly this one, in whatever case, the nearest first."""
+        if not self._pairs:
+            self._pairs = {name: _pairs(name.casefold()) for name in sorted(self.names)[:LOOKED_AT_MOST]}
+        pairs = _pairs(asked)
+        alike = {name: len(pairs & own) / (len(pairs) + len(own) or 1) for name, own in self._pairs.items()}
+        likely = heapq.nlargest(COMPARED_MOST, alike, key=alike.__getitem__)
+        by_folded: dict[str, list[str]] = {}
+        for name in likely:
+            by_folded.setdefault(name.casefold(), []).append(name)
+        near = difflib.get_close_matches(asked, list(by_folded), NEAREST, 0.5)
+        return [name for folded in near for name in by_folded[folded]][:NEAREST]
 
     @property
     def usual(self) -> Way:
@@ -216,6 +236,10 @@ class Models:
             return []
         asked = [(name, t.model) for name, rule in self.rules.items() for t in rule.route_to or (Target(name),)]
         return [(name, model) for name, model in asked if model not in serving]
+
+
+def _pairs(name: str) -> frozenset[str]:
+    return frozenset(a + b for a, b in itertools.pairwise(name[:SHOWN_MOST]))
 
 
 def _places(backends: Sequence[Backend]) -> tuple[dict[str, int], int, int]:

@@ -26,12 +26,16 @@ class Pool:
         """A new membership, whole. Backends that stay are the same objects, with all that is known of them."""
         self.backends, self._policy = list(backends), POLICIES[balance](backends, load_factor)
         self._ramp = Ramp(self.backends).follow(self._ramp)
-        self._limited = any(b.max_in_flight is not None for b in self.backends)
-        self._only = self.backends[0] if len(self.backends) == 1 and not self._limited else None
+        self.limited = any(b.max_in_flight is not None for b in self.backends)
+        self._only = self.backends[0] if len(self.backends) == 1 and not self.limited else None
 
     @property
     def routable(self) -> bool:
         return any(b.routable for b in self.backends)
+
+    @property
+    def in_flight(self) -> int:
+        return sum(b.in_flight for b in self.backends)
 
     @property
     def asked(self) -> list[Backend]:
@@ -48,7 +52,7 @@ class Pool:
 
     def has_room(self, clock: Callable[[], float]) -> bool:
         """Some backend could take an exchange now, or none can be routed to at all, in which case waiting is in vain."""
-        if not self._limited:
+        if not self.limited:
             return True
         now = clock()
         for backend in self.backends:
@@ -61,7 +65,7 @@ class Pool:
 
     def _is_waited_for(self, tried: Sequence[Backend], now: float) -> bool:
         """Some backend would take an exchange, were it not full."""
-        return self._limited and any(
+        return self.limited and any(
             b.full and b.routable and b not in tried and b.breaker.allows(now) and b.caution.invites(now) for b in self.backends
         )
 

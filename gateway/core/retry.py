@@ -4,6 +4,9 @@ A POST may have been read as soon as a byte of it was sent, so it is tried elsew
 (RFC 9110 section 9.2.2). A GET, whose repetition harms nobody, is sent once more when the pooled connection that it was sent
 on proves stale (RFC 9112 section 9.3.1); a POST only if `replay_stale` says so.
 
+A stream that is held back until it says something (`commit: first_event`) has shown nobody anything, and what it may have begun
+ends with its connection: the attempts say that it is unsent.
+
 A backend that answers 429, or 503 with Retry-After, has said that it did nothing and will not for now: somebody else may. A 503
 without may have come from anywhere behind it, and passes. So does any other status.
 

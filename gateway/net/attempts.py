@@ -10,7 +10,7 @@ import asyncio
 import functools
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gateway.core import headers
 from gateway.core.admission import Admission
@@ -36,6 +36,9 @@ from gateway.net.upstream import Connection, ConnectionPool
 from gateway.net.waiting import Waiting
 from gateway.net.watch import Watch
 
+# How an attempt fails after which nothing of it goes on
+_GIVEN_UP = ("upstream_reset", "upstream_malformed", "timeout_first_byte", "stale_connection")
+
 # Looked up once: see core.head.
 _CONNECT, _WAIT, _FIRST_TOKEN = Phase.CONNECT, Phase.WAIT, Phase.FIRST_TOKEN
 
@@ -54,17 +57,20 @@ class Attempts:
         self.fleet, self.admission, self.retries, self.observer = fleet, admission, retries, observer
         self.tasks, self._watch, self._waiting = tasks, watch, waiting
 
-    async def response(self, call: Call, head: RequestHead, route: Route, upload: Upload) -> ResponseHead:
-        """A backend's response head; the lease and the connection that it came on are the call's. Raises Refusal."""
+    async def response(
+        self, call: Call, head: RequestHead, route: Route, upload: Upload, without: Sequence[Backend] = ()
+    ) -> ResponseHead:
+        """A backend's response head; the lease and the connection that it came on are the call's. `without`: backends that
+        are not to be asked. Raises Refusal."""
         exchange = call.exchange
         self.retries.request()
-        tried: list[Backend] = []
+        tried = [*without]
         refusal: PutOff | None = None
         stale = False
         if call.policy.migrations is not None:
             migrate.asks(call, route, upload)
         after = None if call.policy.hedges is None else _hedged_after(call, call.policy.hedges, upload)
-        call.lease = call.lease or self.fleet.pick(call)
+        call.lease = call.lease or self.fleet.pick(call, tried)
         if call.lease is None:
             raise self.fleet.nobody(call)
         try:
@@ -216,6 +222,8 @@ class Attempts:
             response = await answer
         except UpstreamFailed as failure:
             if not failure.crossed or not upload.kept:
+                if (hold or policy.hold) and failure.code in _GIVEN_UP and _streams_from_one(call, route):
+                    failure.unsent = True  # as behind the head: nobody has seen anything, and nothing goes on being generated
                 raise
             call.exchange.attempts += 1
             call.repeated += 1
@@ -274,6 +282,10 @@ class Attempts:
     def expired(self, call: Call, outcome: Outcome) -> None:
         """A deadline has passed before anything could be relayed."""
         timeouts, now = call.policy.timeouts, time.monotonic()
+        if outcome is Outcome.TIMEOUT_TOTAL and call.paired is not None and call.paired.transfers:
+            assert timeouts.total is not None
+            call.interrupt(body.total_passed(timeouts.total))  # decode may not have fetched yet what prefill holds
+            return
         for leg in (call, *call.others):
             waiting, sent = leg.waiting, leg.exchange.sent
             if waiting is None:
@@ -283,9 +295,15 @@ class Attempts:
                 waiting.fail(body.total_passed(timeouts.total))
             elif sent is not None and sent + timeouts.first_byte <= now:
                 what = "response head" if leg.hold is None else "first event"
-                message = f"the backend sent no {what} within {timeouts.first_byte:g} s (timeouts.first_byte)"
+                name = "" if leg.lease is None else f" {leg.lease.backend.name}"
+                message = f"the backend{name} sent no {what} within {timeouts.first_byte:g} s (timeouts.first_byte)"
                 # a stream that is held back and is now given up has shown nobody anything, and generates nothing any more
                 waiting.fail(UpstreamFailed("timeout_first_byte", message, unsent=leg.hold is not None))
+
+
+def _streams_from_one(call: Call, route: Route) -> bool:
+    """It is a stream of events that is asked for, of one engine: a pair's KV may be fetched once only."""
+    return route.dialect is not None and call.exchange.stream is True and call.paired is None
 
 
 def _hedged_after(call: Call, hedges: Mapping[str, Hedge], upload: Upload) -> float | None:

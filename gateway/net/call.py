@@ -16,7 +16,7 @@ from gateway.core.jsonbody import Members
 from gateway.core.models import Way
 from gateway.core.priority import Classes
 from gateway.core.routing import Paths, Route
-from gateway.errors import Ended
+from gateway.errors import Ended, Refusal
 from gateway.net.downstream import Request
 from gateway.net.legs import Leg
 from gateway.net.relay import Relay
@@ -81,7 +81,7 @@ class Call(Leg):
     """
 
     route: Route | None = None
-    interrupted: Ended | None = None
+    interrupted: Ended | Refusal | None = None
     slot: Quotas | None = None  # of the admission, and what goes back with it
     way: Way | None = None  # that requests for its model take
     aim: Aim | None = None  # other ways, where the model is an alias
@@ -109,13 +109,15 @@ class Call(Leg):
         """How errors are worded for this caller."""
         return DEFAULT if self.route is None or self.route.dialect is None else self.route.dialect
 
-    def interrupt(self, reason: Ended) -> None:
-        """End the exchange from outside: the drain limit, an operator's word."""
+    def interrupt(self, reason: Ended | Refusal) -> None:
+        """End the exchange from outside: the drain limit, an operator's word; or, before it is relayed, a refusal."""
         if self.interrupted is None:
             self.interrupted = reason
             if self.relay is not None and not self.relay.done.done():
                 self.relay.fail(reason)
             elif self.task is not None:
+                if self.paired is not None:
+                    self.paired.part()  # as where its client leaves: what must outlive it is not cut with the task
                 self.task.cancel()
 
     def let_go(self) -> None:

@@ -42,6 +42,7 @@ class Fleet:
         encodes."""
         self.models.apply([b for b in backends if b.role not in ("prefill", "encode")], balance, load_factor, rules)
         for role, models in self.roles.items():
+            models.lone = not self.models.merged
             models.apply([b for b in backends if b.role == role], balance, load_factor)
         self.connections, self.engines = connections, engines
 

@@ -133,7 +133,7 @@ class Gateway:
                 raise
             if call.task is not None:
                 call.task.uncancel()
-            self._interrupted(call, call.interrupted)
+            keep_alive = self._interrupted(call, call.interrupted)
         except Exception:
             log.exception("the exchange %s failed by a fault of ours", exchange.request_id)
             keep_alive = answers.refuse(call, Refusal("internal", "the gateway failed by a fault of its own"), self.draining)
@@ -303,9 +303,9 @@ class Gateway:
         exchange, client, connection = call.exchange, call.client, call.connection
         assert connection is not None
         if not headers.asks_for_websocket(head):
-            raise UpstreamFailed("upstream_malformed", "the backend switched protocols, which nobody had asked for")
+            raise UpstreamFailed("upstream_malformed", f"the backend {exchange.backend} switched protocols unasked")
         if response.named.get(b"upgrade", b"").lower() != b"websocket":
-            raise UpstreamFailed("upstream_malformed", "the backend switched to another protocol than WebSocket")
+            raise UpstreamFailed("upstream_malformed", f"the backend {exchange.backend} speaks no WebSocket there")
         exchange.status, exchange.committed, exchange.phase = 101, True, Phase.STREAM
         call.write(
             headers.client_head(
@@ -323,12 +323,15 @@ class Gateway:
 
     # how it ends ------------------------------------------------------------------------------------------------------
 
-    def _interrupted(self, call: Call, reason: Ended) -> None:
-        """Somebody ended the exchange from outside."""
+    def _interrupted(self, call: Call, reason: Ended | Refusal) -> bool:
+        """Somebody ended the exchange from outside. Returns whether the client's connection can go on."""
+        if isinstance(reason, Refusal):
+            return answers.refuse(call, reason, self.draining)
         if call.exchange.committed:
             answers.cut(call, reason)
         else:
             answers.refuse(call, Refusal("draining", reason.args[0], outcome=reason.outcome), self.draining)
+        return False
 
     def gone(self, call: Call) -> None:
         """The client has left: the engine is told at once, whatever the coroutine is waiting for."""
@@ -362,8 +365,7 @@ class Gateway:
             call.lease.release()
         for leg in call.others:
             leg.end()
-        if call.slot is not None:
-            self.admission.release(call.slot)
+        self._waiting.leave(call)
         try:
             self.observer.ended(exchange)
         except Exception:

@@ -68,7 +68,7 @@ class Hold:
 
     def _broke(self, what: str, code: str = "upstream_reset") -> None:
         # nothing has been generated that anybody has seen, and nothing goes on being generated
-        self.done.set_exception(UpstreamFailed(code, f"the backend {what}", unsent=True))
+        self.done.set_exception(UpstreamFailed(code, f"the backend {self._connection.pool.origin.name} {what}", unsent=True))
 
     def fail(self, failure: Refusal) -> None:
         """Wait no longer, for a reason of ours."""

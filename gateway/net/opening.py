@@ -7,6 +7,7 @@ of the body it is certain that KV has arrived, or what has happened instead.
 from __future__ import annotations
 
 from gateway.core.dialects import Dialect
+from gateway.core.disagg.signs import silent
 from gateway.core.head import ResponseHead
 from gateway.core.headers import is_event_stream
 from gateway.core.sse import Event
@@ -67,4 +68,4 @@ class Probe(Opening):
 
     def _says_something(self, event: Event) -> bool:
         self.data = event.data
-        return Hold._says_something(self, event)
+        return not silent(event.data) and Hold._says_something(self, event)

@@ -7,6 +7,7 @@ another one: a second try has other leases, another id, and nothing of what the 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +18,7 @@ from gateway.core.disagg.asked import Asked
 from gateway.core.disagg.base import GENERATING, OWNED_FIELDS, Connector, Handoff, HandoffMissing, Order, Pair, Release
 from gateway.core.disagg.base import Leg as Request
 from gateway.core.disagg.parting import NEXT, TELLING, Parting, State, parting
+from gateway.core.disagg.signs import Sign
 from gateway.core.exchange import Exchange
 from gateway.core.head import ResponseHead
 from gateway.net.call import Call
@@ -27,6 +29,9 @@ from gateway.net.upstream import ConnectionPool, Origin
 
 # What is coded could not be read: what prefill brought, or what is to be changed in decode's answer.
 _UNCODED = OWNED_FIELDS | {b"accept-encoding"}
+
+# Fields that say who the client is
+_CLIENT = frozenset({b"authorization", b"x-api-key"})
 
 
 class PairSettings(NamedTuple):
@@ -106,7 +111,8 @@ class Paired:
         self.said = Handoff()  # what prefill's answer says beside the hand-off
         self.missed = False  # decode has too little of the prompt (Order.PROBE)
         self.transferred = True  # decode did not read the prompt itself
-        self.conversation = settings.connector.conversation(asked)
+        named = settings.connector.conversation(asked)
+        self.conversation = named and _kept_apart(call, named)
         self.edits = settings.cached_tokens or asked.prompt_logprobs is not None or bool(self.conversation)  # of the answer
         self.answered = 0.0  # when prefill's answer had been read
         self.sent = 0.0  # when decode's request was written
@@ -186,6 +192,11 @@ class Paired:
         if settings.hold:
             self._releases.lost(prefill.hold(self.tokens), self.tokens, since + settings.hold, settings.connector.name)
 
+    def cut_off(self, prefill: Backend) -> None:
+        """Prefill's 200 came, and its body did not: it has finished, and nobody knows where its KV is."""
+        if self.settings.connector.order.hands_over:
+            self.strand(prefill, time.monotonic())
+
     def _held(
         self, handoff: Handoff, holding: Holding, since: float, decode: Backend | None, connections: ConnectionPool | None
     ) -> Released:
@@ -199,7 +210,7 @@ class Paired:
             octets = None if request is None else self.octets(request, connections.origin)
         return Released(
             octets,
-            policy is Release.REJECT,
+            policy is Release.REJECT or (settings.notifies and connector.tells),
             decode,
             connections,
             holding,
@@ -235,16 +246,23 @@ class Paired:
             # where decode was under way it may have fetched before it was closed: a release would wait for what is gone
             return held._replace(seconds=min(held.seconds, settings.admission_grace)) if self.sent else held
 
-        self._releases.hear(Ended(leg, connection, reply, leg.page, settings.prefill_grace, holds))
+        self._releases.hear(
+            Ended(leg, connection, reply, leg.page, settings.prefill_grace, holds, lambda: self.cut_off(prefill))
+        )
 
     def _detach(self) -> None:
         """Take decode's leg from the call: it goes on to its first octet."""
         call, settings = self.call, self.settings
         holding, self.holding = self.holding, None
+        decode, connections = call.lease.backend if call.lease is not None else None, call.connections
+
+        def kv(holding: Holding) -> Released:
+            return self._held(self.handoff or Handoff(), holding, self.answered, decode, connections)
+
         connection, call.connection = call.connection, None
         if connection is None or self.answer is None or call.lease is None or call.route is None:
             if holding is not None:
-                self._releases.lost(holding, self.tokens, self.answered + settings.hold, settings.connector.name)
+                self._releases.release(kv(holding))
             return
         unsafe = settings.abort_unsafe
         # both or neither: a transfer has two ends
@@ -260,16 +278,21 @@ class Paired:
                 connection,
                 call.lease.backend.lease(),
                 holding,
-                self.tokens,
-                self.answered + settings.hold,
+                kv,
+                self._fetches,
                 self.sent + settings.admission_grace if whole else None,
                 settings.release_timeout,
-                settings.connector.name,
                 call.dialect,
                 prefill,
                 prefilling,
             )
         )
+
+    def _fetches(self, status: int, said: bytes) -> bool:
+        """Whether decode has what prefill held, or has told it to let go. `said`: how its body begins."""
+        if not 200 <= status < 300:
+            return self.settings.notifies and status in TELLING
+        return not said or self.settings.connector.sign(said, status, self.asked) is not Sign.FAILED
 
     def end(self) -> None:
         """Give back all that is left, at once. May be called again."""
@@ -287,3 +310,10 @@ class Paired:
         for task in tasks:
             if task is not asyncio.current_task():
                 task.cancel()
+
+
+def _kept_apart(call: Call, conversation: str) -> str:
+    """Two clients, or two models, may happen on one name: neither is to read what was computed of the other's prompt."""
+    head = call.request.head
+    shown = b"\n".join(field[2] for field in head.fields if field[0] in _CLIENT) if head is not None else b""
+    return f"{hashlib.blake2b(shown, digest_size=16).hexdigest()} {call.exchange.model} {conversation}"

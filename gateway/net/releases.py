@@ -37,7 +37,7 @@ class Released(NamedTuple):
     """KV to be freed. `octets`: the request that does it, to the decode engine that was to fetch it; None for none."""
 
     octets: bytes | None
-    refusable: bool  # it is to be refused
+    refusable: bool  # whoever refuses it, having read it, has prefill let go
     backend: Backend | None
     connections: ConnectionPool | None
     holding: Holding
@@ -55,12 +55,11 @@ class Detached(NamedTuple):
     opening: Hold | None
     connection: Connection
     lease: Lease
-    holding: Holding | None
-    tokens: int
-    expires: float
+    holding: Holding | None  # what it is to fetch
+    kv: Callable[[Holding], Released]  # the same, where it has not
+    fetches: Callable[[int, bytes], bool]  # whether prefill holds it no more, by the status and how the body begins
     until: float | None  # it is cut then at the latest: decode must have fetched KV by then
     seconds: float
-    connector: str
     dialect: Dialect
     prefill: Leg  # what is under way there still, and ends with it
     prefilling: asyncio.Task[Any] | None  # whose leg that is, where both are under way at once
@@ -75,6 +74,7 @@ class Ended(NamedTuple):
     page: Page | None  # of its body, where its head has come
     grace: float  # seconds that it may take to answer, before it is told to stop
     holds: Callable[[bytes], Released]  # what it holds, by its answer
+    cut_off: Callable[[], None]  # its answer had begun, and did not end
 
 
 class Releases:
@@ -129,25 +129,28 @@ class Releases:
         self._tasks.start(self._detach(work), "detached decode leg")
 
     async def _detach(self, work: Detached) -> None:
-        now, result = time.monotonic(), "lost"
+        now, result, again = time.monotonic(), "lost", False
         seconds = work.seconds if work.until is None else min(work.seconds, max(work.until - now, 0.0))
         try:
             async with asyncio.timeout(seconds):
-                await _begun(work)
-            result = "detached"
+                result = "detached" if work.fetches(*await _begun(work)) else "refused"
+            again = result == "refused"
         except TimeoutError:
             result = "detached" if work.until is not None else "timeout"
         except Refusal:
-            pass  # it broke before it had begun
+            again = True  # it broke before it had begun
         finally:
             work.connection.drop()
             self.busy -= 1
             self._released(result)
-            if work.holding is not None:
-                if result == "detached":
-                    work.holding.end()
+            if work.holding is not None and result == "detached":
+                work.holding.end()
+            elif work.holding is not None:
+                kv = work.kv(work.holding)
+                if again:
+                    self.release(kv)
                 else:
-                    self.lost(work.holding, work.tokens, work.expires, work.connector)
+                    self.lost(kv.holding, kv.tokens, kv.expires, kv.connector)
             if work.prefilling is not None:  # before it has a connection, or while decode is to call back
                 work.prefilling.cancel()
             work.prefill.end()
@@ -163,14 +166,18 @@ class Releases:
 
     async def _hear(self, work: Ended) -> None:
         told = asyncio.get_running_loop().call_later(work.grace, work.connection.finish) if work.grace else None
+        begun = False
         try:
             async with asyncio.timeout(work.grace + HEARD):
                 head = await work.head
-                if head.status == 200:
+                if begun := head.status == 200:
                     page = work.page or Page(work.connection, head)
-                    self.release(work.holds(await page.whole(PREFILL_MOST)))
+                    answer = await page.whole(PREFILL_MOST)
+                    begun = False
+                    self.release(work.holds(answer))
         except (TimeoutError, Refusal):
-            pass  # it has stopped, as it was told
+            if begun:
+                work.cut_off()  # else it has stopped, as it was told
         finally:
             if told is not None:
                 told.cancel()
@@ -187,12 +194,13 @@ class Releases:
             holding.end()
 
 
-async def _begun(work: Detached) -> None:
-    """Wait for the first octet of decode's body, or for its refusal. Raises Refusal."""
+async def _begun(work: Detached) -> tuple[int, bytes]:
+    """Decode's status, and where it is well the first event of its stream, or an error that it begins with. Raises Refusal."""
     opening = work.opening
+    head = await work.answer
     if opening is None:
-        head = await work.answer
         if not 200 <= head.status < 300:
-            return
+            return head.status, b""
         opening = Opening(work.connection, head, work.dialect)
-    await opening.done
+    error = await opening.done
+    return head.status, error or (opening.data if isinstance(opening, Opening) else b"")

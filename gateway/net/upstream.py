@@ -147,20 +147,18 @@ class Connection(Lane):
             if end < 0 or end + 4 > HEAD_MOST:
                 self._received = received
                 if len(received) > HEAD_MOST:
-                    self._fail(
-                        UpstreamFailed("upstream_malformed", f"the backend's response head is larger than {HEAD_MOST} octets")
-                    )
+                    self._fail(self._broke("upstream_malformed", f"sent a response head of more than {HEAD_MOST} octets"))
                 elif not b"HTTP/1.".startswith(received[:7]) or received.count(b"\n") != received.count(b"\r\n"):
-                    self._fail(UpstreamFailed("upstream_malformed", "what the backend sent is no HTTP/1.1"))
+                    self._fail(self._broke("upstream_malformed", "sent what is no HTTP/1.1"))
                 return
             try:
                 head = parse_response(received[: end + 4], self._method)
             except Malformed as error:
-                self._fail(UpstreamFailed("upstream_malformed", f"the backend's response head is malformed: {error}"))
+                self._fail(self._broke("upstream_malformed", f"sent a malformed response head: {error}"))
                 return
             received, self._received = received[end + 4 :], b""
             if head.status == 408 and self.uses > 1 and self._whole and not keeps_alive(head):
-                self._fail(UpstreamFailed("stale_connection", "the backend ended a kept connection with 408", unsent=True))
+                self._fail(self._broke("stale_connection", "ended a kept connection with 408", unsent=True))
                 return
             if head.status >= 200 or head.status == 101:
                 self.pending, self.closes = received, not keeps_alive(head)
@@ -193,10 +191,10 @@ class Connection(Lane):
                 self.unusual(data, time.monotonic())
         if self._head is not None and not self._head.done():
             if self.uses > 1 and not self._answered:
-                message = "the backend closed a kept connection before it answered"
-                failure = UpstreamFailed("stale_connection", message, unsent=self._unseen)
+                what = "closed a kept connection before it answered"
+                failure = self._broke("stale_connection", what, unsent=self._unseen)
             else:
-                failure = UpstreamFailed("upstream_reset", "the backend closed the connection before it answered")
+                failure = self._broke("upstream_reset", "closed the connection before it answered")
             self._head.set_exception(failure)
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
@@ -273,8 +271,10 @@ class Connection(Lane):
     def give_up_vanished(self) -> None:
         """Give up waiting for the head where the request does not even arrive: the backend's host is gone, or the way to it."""
         if self._acks is not None and self._sock is not None and sockets.unheard(self._sock) >= sockets.VANISHED:
-            message = f"the backend's host has acknowledged nothing for {sockets.VANISHED:g} s"
-            self._fail(UpstreamFailed("upstream_reset", message))
+            self._fail(self._broke("upstream_reset", f"has acknowledged nothing for {sockets.VANISHED:g} s"))
+
+    def _broke(self, code: str, what: str, *, unsent: bool = False) -> UpstreamFailed:
+        return UpstreamFailed(code, f"the backend {self.pool.origin.name} {what}", unsent=unsent)
 
     def _fail(self, failure: Refusal) -> None:
         if self._head is not None and not self._head.done():
@@ -288,6 +288,10 @@ class Connection(Lane):
         if self._reading_paused:
             self._reading_paused = False
             self.transport.resume_reading()
+
+    def set_aside(self) -> None:
+        """Nobody is told of what comes until `hand_over`: it is pending, as much as there is room for."""
+        self._receiver = None
 
     def give_back(self) -> None:
         """The exchange is over and left the connection clean: keep it for another one."""

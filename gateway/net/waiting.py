@@ -24,6 +24,8 @@ LOOK = 0.5  # seconds
 class _Others:
     """Where a second try's line leads to: whoever has not been tried (`core.admission.Room`)."""
 
+    in_flight = None
+
     def __init__(self, fleet: Fleet, call: Call, tried: Sequence[Backend]):
         self._fleet, self._call, self._tried = fleet, call, tried
 
@@ -60,6 +62,18 @@ class Waiting:
         if entered:
             call.slot = way.quotas
         return entered
+
+    def leave(self, call: Call) -> None:
+        """Give back the slot of an exchange that has ended, if it has one. Where there is a limit, how long it was held tells
+        whoever waits how long that may take."""
+        slot, way, exchange = call.slot, call.way, call.exchange
+        if slot is None:
+            return
+        selected, ended = exchange.selected, exchange.ended
+        limited = slot or self._admission.limit is not None or (way is not None and way.backends.limited)
+        if limited and way is not None and selected is not None and ended is not None:
+            way.pace.held(ended - selected, ended)
+        self._admission.release(slot)
 
     async def turn(self, call: Call, head: RequestHead) -> None:
         """Wait for a slot, and a backend of the call's way. Raises Refusal.

@@ -25,8 +25,9 @@ def durations(exchange: Exchange) -> Durations:
     accepted, selected, connected = exchange.accepted, exchange.selected, exchange.connected
     began, first_byte, ended = exchange.connect_began, exchange.first_byte, exchange.ended
     written, queued, meter = exchange.first_output_written, exchange.queued, exchange.meter
+    left = ended if selected is None else selected  # the queue; by its end, where nobody took it
     return (
-        None if selected is None else 0.0 if queued is None else selected - queued,
+        None if left is None or (queued is None and selected is None) else 0.0 if queued is None else left - queued,
         None if connected is None or began is None else connected - began,
         None if first_byte is None else first_byte - accepted,
         None if written is None or exchange.stream is False else written - accepted,  # `ttft`, without a call

@@ -19,6 +19,7 @@ class Room:
 
     def __init__(self, places: int | None = None):
         self.places = places
+        self.in_flight: int | None = None
 
     def has_room(self, clock: Callable[[], float]) -> bool:
         return self.places is None or self.places > 0
@@ -373,6 +374,49 @@ def test_nothing_is_foretold_where_little_is_known() -> None:
     now[0] += FORGOTTEN + 1
     for _ in range(5):
         known.ticket(known.line, lambda: None, 0, 1.0)
+
+
+def held(one: One, line: Line, seconds: float, stays: int = KNOWN) -> None:
+    """So many requests have been served by then, none of which had to wait."""
+    for _ in range(stays):
+        line.pace.held(seconds, one._clock())
+
+
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("limit", ["gateway", "model", "backends"])
+def test_how_long_places_are_held_tells_as_well(limit: str, places: int) -> None:
+    """The first flood finds no turns that have come, only requests that were served before: each held its place for 3 s."""
+    one = One(places if limit == "gateway" else None, 99, lambda: 100.0)
+    quota = Quota("m", places)
+    line = Line(Room(0) if limit == "backends" else one.room, "m", (quota,) if limit == "model" else ())
+    line.pool.in_flight = places  # type: ignore[misc]
+    if limit != "backends":
+        for _ in range(places):
+            assert one.enter(line)
+    held(one, line, 3.0, KNOWN - 1)
+    one.foresee(line, 0, 1.0)  # nothing is known yet
+    held(one, line, 3.0, 1)
+    came = 0
+    with pytest.raises(Refusal, match=r"timeouts\.queue"):
+        for _ in range(99):
+            one.ticket(line, lambda: None, 0, 9.0)
+            came += 1
+    assert came == 3 * places  # 1.5 s, 4.5 s, 7.5 s until their turns
+
+
+def test_all_who_wait_for_the_gateway_are_before_one() -> None:
+    """Where the gateway itself is full, whoever waits in another line comes first, too; and long ago says nothing of now."""
+    now = [100.0]
+    one = One(1, 99, lambda: now[0])
+    mine, other = Line(one.room, "a"), Line(one.room, "b")
+    assert one.enter(other)
+    held(one, mine, 3.0)
+    for _ in range(4):
+        one.ticket(other, lambda: None)
+    with pytest.raises(Refusal):
+        one.foresee(mine, 0, 9.0)
+    now[0] += FORGOTTEN + 1
+    one.foresee(mine, 0, 9.0)
 
 
 @given(st.lists(st.floats(0, 100), min_size=KNOWN, max_size=60))

@@ -209,6 +209,16 @@ def test_the_nearest_names() -> None:
     assert made.unknown("zzz").message.endswith("served are llama-2-7b, llama-3-70b, llama-3-8b and 2 more (GET /v1/models)")
 
 
+def test_the_nearest_name_in_another_case_and_of_very_many() -> None:
+    """Names differ in case more often than in letters; and the nearest of a thousand adapters may be the last of them."""
+    made = models([("Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.1-8B"), ("x",)])
+    assert "the nearest that are served: meta-llama/Llama-3.1-8B" in made.unknown("LLAMA-3.1-8B").message
+    many = models([tuple(f"adapter-{n:04}" for n in range(999)) + ("Zebra-SQL",), ("x",)])
+    assert "the nearest that are served: Zebra-SQL" in many.unknown("zebra-sql").message
+    assert "adapter-0777" in many.unknown("adaptor-0777").message
+
+
+
 def test_an_unknown_name_is_cut() -> None:
     """Neither a client's megabyte nor ten thousand names of ours are compared or repeated."""
     made = models([tuple(f"model-{n}" for n in range(10 * COMPARED_MOST)), ("b",)])

@@ -229,3 +229,19 @@ async def test_a_scrape_does_not_hold_up_streams(gateway: Gateway, upstream: Raw
     answer = await reading
     times = [at for at, _ in answer.chunks]
     assert max(b - a for a, b in itertools.pairwise(times)) < 1.0
+
+
+async def test_callers_that_make_no_sense(gateway: Gateway) -> None:
+    """A scanner, and one that leaves within its body, are no error of ours: no traceback, and a line at most."""
+    for octets in (b"\x16\x03\x01\x02\x00\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n"):
+        answer = await gateway.admin(octets)
+        assert answer.status == 400
+    client = await RawClient.connect(gateway.admin_host, gateway.admin_port)
+    await client.send(s.post(b"{", "/-/backends", [("Content-Length", "9")], length=False))
+    client.reset()
+    assert (await gateway.admin(s.get("/livez"))).status == 200
+    chunked = s.post(b"zz\r\n{}\r\n0\r\n\r\n", "/-/backends", [("Transfer-Encoding", "chunked")], length=False)
+    assert (await gateway.admin(chunked)).status == 400
+    log = gateway.stderr()
+    assert log.count("a request that cannot be read: 400") >= 2, log  # the first is known at sight
+    assert "Traceback" not in log and '"level": "error"' not in log, log

@@ -207,6 +207,27 @@ async def test_who_would_wait_too_long_is_told_at_once(start_gateway: Start) -> 
         await gateway.idle()
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [{"limits": {"in_flight": 1}}, {"models": {"m": {"in_flight": 1}}}, {}],
+    ids=["of the gateway", "of the model", "of the backend"],
+)
+async def test_the_first_crowd_is_told_at_once_as_well(start_gateway: Start, limits: dict[str, Any]) -> None:
+    """Nobody has had to wait before, but requests have been served: so long is a place held."""
+    async with engine() as (backend, _):
+        backend.script = paced(0.3)
+        backends = [{"url": backend.url} | ({} if limits else {"max_in_flight": 1})]
+        gateway = await start_gateway(config={"backends": backends, "health": SLOW, "timeouts": {"queue": 1.0}} | limits)
+        for number in range(9):
+            assert (await gateway.ask(chat(f"known-{number}"))).status == 200
+        answers = await asyncio.gather(*(gateway.ask(chat(f"crowd-{n}")) for n in range(12)))
+        assert sum(answer.get("x-gateway-error") == "overloaded" for answer in answers) >= 6
+        assert sum(answer.status == 200 for answer in answers) >= 2
+        entries = await gateway.logged(6, code="overloaded")
+        assert max(entry["duration_s"] for entry in entries) < 0.9
+        await gateway.idle()
+
+
 def paced(seconds: float) -> s.Script:
     async def script(wire: Any, request: Message) -> None:
         await asyncio.sleep(seconds)

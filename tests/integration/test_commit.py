@@ -90,6 +90,9 @@ BROKEN: list[tuple[str, s.Script]] = [
     ("ends at once", s.stream()),
     ("reset behind the head", s.raw(s.SSE_HEAD, then="reset")),
     ("cut within its first event", s.raw(s.SSE_HEAD + chunks(OUTPUT[0])[:20], then="fin")),
+    ("closed before the head", s.vanish),
+    ("reset within the head", s.raw(s.SSE_HEAD[:40], then="reset")),
+    ("no HTTP", s.raw(b"what is this?\r\n", then="fin")),
     ("no chunks", s.raw(s.SSE_HEAD + b"what is this\r\n", then="keep")),
 ]
 
@@ -124,18 +127,47 @@ async def test_without_it_nothing_is_asked_twice(start_gateway: Start) -> None:
         assert sum(len(b.requests) for b in backends) == 1
 
 
-async def test_silence_behind_the_head(start_gateway: Start) -> None:
+async def test_a_kept_connection_that_ends_before_the_head(start_gateway: Start) -> None:
+    """An engine that is killed with a request on a kept connection: a stream that is held back comes from the other one."""
+    for commit, status in (("first_event", 200), ("head", 502)):
+        async with fleet(2, s.stream(*OUTPUT)) as backends:
+            gateway = await start_gateway(config=HELD | {"commit": commit}, backends=urls(backends))
+            for _ in range(2):
+                assert (await gateway.ask()).status == 200  # each has a kept connection now
+            killed, other = backends
+
+            async def dies(wire: HttpWire, request: Message) -> None:
+                killed.close_listener()  # noqa: B023
+                wire.reset()
+
+            killed.script = dies
+            assert {(await gateway.ask()).status for _ in range(2)} == {200, status}
+            assert (len(killed.requests), len(other.requests)) == ((2, 3) if status == 200 else (2, 2))
+            await gateway.idle()
+
+
+async def test_an_answer_in_one_piece_is_not_asked_for_twice(start_gateway: Start) -> None:
+    """Nothing of it is held back: what became of it before its head nobody knows."""
+    async with fleet(2, s.vanish) as backends:
+        gateway = await start_gateway(config=HELD, backends=urls(backends))
+        answer = await gateway.ask(s.post(s.CHAT | {"stream": False}))
+        assert (answer.status, answer.get("x-gateway-error")) == (502, "upstream_reset")
+        assert sum(len(b.requests) for b in backends) == 1
+
+
+@pytest.mark.parametrize("sent", [s.SSE_HEAD, s.SSE_HEAD[:40], b""], ids=["behind the head", "within the head", "before it"])
+async def test_silence(start_gateway: Start, sent: bytes) -> None:
     """timeouts.first_byte goes on until the first event: then another engine is asked, each once; if all are stuck, 504."""
 
     async def stuck(wire: HttpWire, request: Message) -> None:
-        await wire.send(s.SSE_HEAD)
+        await wire.send(sent)
         await wire.wait_closed()
 
     async with fleet(2, stuck) as backends:
         gateway = await start_gateway(config=HELD | {"timeouts": {"first_byte": 0.3}}, backends=urls(backends))
         answer = await gateway.ask()
         assert (answer.status, answer.get("x-gateway-error")) == (504, "timeout_first_byte")
-        assert b"no first event" in answer.body
+        assert (b"no first event" if sent == s.SSE_HEAD else b"no response head") in answer.body
         assert [len(b.requests) for b in backends] == [1, 1]
         await until(lambda: not [wire for b in backends for wire in b.open_connections if b"POST" in wire.received], "closed")
 

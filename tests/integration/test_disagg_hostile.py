@@ -146,6 +146,13 @@ async def test_what_that_proxy_has_on_its_one_port(start_gateway: Start) -> None
         assert "admin" not in (await gateway.ask(s.get("/sleep"))).json()["error"]["message"]
         health = await gateway.admin(s.get("/healthcheck"))
         assert health.json() == {"status": "ok", "prefill_instances": 1, "decode_instances": 1, "request_num": 0}
+        p.script = held = s.Held()
+        client = await gateway.connect()
+        await client.send(s.post())
+        await held.wire()
+        health = await gateway.admin(s.get("/healthcheck"))
+        assert health.json()["request_num"] == 1  # of one request, both of whose engines are taken
+        client.fin()
         await at_rest(gateway, ledger, p, d)
 
 

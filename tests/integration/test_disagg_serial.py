@@ -100,6 +100,56 @@ async def test_beside_ordinary_backends(start_gateway: Start) -> None:
         await at_rest(gateway, ledger, p, d)
 
 
+async def test_models_of_their_own(start_gateway: Start) -> None:
+    """One engine of a role is asked for what it serves, as one of several is; and what its connector cannot hand over is no
+    matter to a model that has no pair."""
+    async with engines(1, 2) as ((p,), (d, other), ledger):
+        other.script = s.stream(*OUTPUT)
+        for engine, name in ((p, "big"), (d, "big"), (other, "small")):
+            engine.probes["/v1/models"] = s.reply(200, json.dumps({"data": [{"id": name}]}).encode())
+        text = config([p], [d], [other])
+        gateway = await start_gateway(config=text)
+
+        async def known() -> bool:
+            listed = (await gateway.admin(s.get("/-/backends"))).json()
+            return all(backend["models_known"] for backend in listed)
+
+        while not await known():
+            pass
+        for body in ({**s.CHAT, "model": "small"}, {**s.CHAT, "model": "small", "stream": False, "prompt_logprobs": 1}):
+            assert (await gateway.ask(s.post(body))).status == 200
+        assert (len(p.requests), len(d.requests), len(other.requests)) == (0, 0, 2)
+        assert (await gateway.ask(s.post({**s.CHAT, "model": "big"}))).status == 200
+        assert (len(p.requests), len(d.requests), len(other.requests)) == (1, 1, 2)
+        assert await gateway.metric("tokenpipe_pd_bypass_total", reason="no_pair") == 2
+        await at_rest(gateway, ledger, p, d)
+
+
+@pytest.mark.parametrize("connector", ["p2p_nccl", "sglang"])
+async def test_engines_that_serve_nothing_alone(start_gateway: Start, connector: str) -> None:
+    """Whoever serves whole requests is waited for, where there is no pair: alone these would wait for ever, or die."""
+    async with engines(0, 2) as (_, (d, both), ledger):
+        both.script = held = s.Held(s.SSE_HEAD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        listed = [{"url": d.url, "role": "decode", "connector": {"kv_port": 1}}, {"url": both.url, "max_in_flight": 1}]
+        text = config([], [], disaggregation={"connector": connector})
+        gateway = await start_gateway(config=json.dumps({**json.loads(text), "backends": listed}))
+        clients = [await gateway.connect() for _ in range(3)]
+        for number, client in enumerate(clients):
+            await client.send(s.post())
+            await held.wire()
+            while await gateway.metric("tokenpipe_queue_depth") < number:
+                pass
+        for number, client in enumerate(clients):
+            wire = await held.wire(number)
+            await wire.send(b"".join(map(s.chunk, s.FINISHED)) + s.LAST)
+            assert (await client.read_response_head()).status == 200
+            client.fin()
+            wire.fin()
+        assert not d.requests
+        assert await gateway.metric("tokenpipe_pd_bypass_total", reason="no_pair") == 3
+        await at_rest(gateway, ledger, d)
+
+
 async def test_an_alias_falls_back_where_one_backend_serves_it(start_gateway: Start) -> None:
     """The next target gets its own name also where what was the first one's was changed: transfer members are not clients'."""
     async with engines(1, 2) as ((p,), (d, other), ledger):
@@ -335,7 +385,7 @@ async def test_no_decode_takes_connections(start_gateway: Start) -> None:
             answer = await gateway.ask()
         assert (answer.status, answer.get("x-gateway-error")) == (503, "no_backend")
         assert answer.get("retry-after") is not None
-        assert "the decode leg" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["message"].count("the decode leg") == 1
         await at_rest(gateway, ledger, p)
         assert await gateway.metric("tokenpipe_pd_stranded_total", connector="nixl") == len(ledger.held) == 1
 

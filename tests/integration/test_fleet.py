@@ -153,6 +153,29 @@ async def test_the_failure_that_was_is_the_one_that_is_told(start_gateway: Start
             assert set(codes) <= {"upstream_reset", "upstream_connect"}, codes
 
 
+@pytest.mark.parametrize("commit", ["head", "first_event"])
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        (s.vanish, "upstream_reset"),
+        (s.raw(b"what?\r\n", then="fin"), "upstream_malformed"),
+        (s.raw(s.head(200, [("x-fill", "x" * 70_000)])), "upstream_malformed"),
+        (s.raw(b"HTTP/1.1 200 OK\r\nbad field\r\n\r\n"), "upstream_malformed"),
+        (s.Held(), "timeout_first_byte"),
+    ],
+    ids=["closed", "no http", "large head", "bad head", "silent"],
+)
+async def test_errors_name_the_backend(start_gateway: Start, script: s.Script, code: str, commit: str) -> None:
+    """Whose fault it was: with a fleet "the backend" is nobody."""
+    async with fleet(1, script) as backends:
+        named = [{"url": backends[0].url, "name": "llama-7"}]
+        config = {"backends": named, "timeouts": {"first_byte": 0.3}, "health": SLOW, "commit": commit}
+        gateway = await start_gateway(config=config)
+        answer = await gateway.ask(chat("e-1"))
+        assert answer.get("x-gateway-error") == code
+        assert "the backend llama-7 " in answer.json()["error"]["message"]
+
+
 async def test_one_hangs(start_gateway: Start) -> None:
     """It costs its own requests a 504, then none: it is taken out, and the other one is never slow."""
     async with fleet(2) as backends:

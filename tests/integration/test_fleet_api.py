@@ -257,10 +257,8 @@ async def test_instances(start_gateway: Start) -> None:
             await client.send(s.post())
             await held.wire(number)
         wire = await held.wire(0)
-        health = (await gateway.admin(s.get("/healthcheck"))).json()
-        assert health["status"] == "ok"
-        assert (health["prefill_instances"], health["decode_instances"]) == (2, 2)
-        assert health["request_num"] == 2
+        health = await gateway.admin(s.get("/healthcheck"))
+        assert health.body == b'{"status":"ok","prefill_instances":2,"decode_instances":2,"request_num":2}'
         await wire.send(s.chunk(s.delta("a")))
         assert (await clients[0].read_response_head()).status == 200
         assert (len(one.requests), len(two.requests), len(three.requests)) == (0, 2, 2)
@@ -278,6 +276,21 @@ async def test_instances(start_gateway: Start) -> None:
             client.fin()
 
 
+async def test_instances_of_this_machine(start_gateway: Start) -> None:
+    """That proxy takes localhost, 127.0.0.1 and 0.0.0.0 for one."""
+    async with fleet(2) as (one, two):
+        gateway = await start_gateway(config={"health": SLOW, "backends": [{"url": one.url, "role": "prefill"}]}, ready=False)
+        assert place(one).startswith("127.0.0.1:")
+        for host in ("localhost", "0.0.0.0", "127.0.0.1"):
+            other = place(one).replace("127.0.0.1", host)
+            answer = await gateway.admin(instances("add", type="prefill", instances=[other, place(two)]))
+            assert answer.json()["current_prefill_instances"] == [place(one), place(two)]
+        other = place(one).replace("127.0.0.1", "localhost")
+        answer = await gateway.admin(instances("remove", type="prefill", instances=other))
+        assert answer.json()["message"] == f"remove prefill instances: ['{place(one)}']."
+        assert [b["name"] for b in await states(gateway)] == [place(two)]
+
+
 async def test_a_role_that_is_listed_is_not_changed_in_passing(start_gateway: Start) -> None:
     """Who asks for it is told so, in force or taken out: an answer of 200 would mean that it decodes now."""
     async with fleet(1) as (one,):
@@ -290,6 +303,21 @@ async def test_a_role_that_is_listed_is_not_changed_in_passing(start_gateway: St
         answer = await gateway.admin(instances("add", type="prefill", instances=place(one)))
         assert answer.json()["current_prefill_instances"] == [place(one)]
         assert answer.json()["current_decode_instances"] == []
+
+
+async def test_a_role_that_was_added_is_not_changed_in_passing(start_gateway: Start) -> None:
+    async with fleet(2) as (one, two):
+        gateway = await start_gateway(config={"health": SLOW}, backends=[one.url])
+        await gateway.admin(instances("add", type="prefill", instances=place(two)))
+        answer = await gateway.admin(instances("add", type="decode", instances=place(two)))
+        assert answer.status == 409
+        assert f"{place(two)} is a prefill backend: remove it first" in answer.json()["error"]["message"]
+        await gateway.admin(instances("remove", type="prefill", instances=place(two)))
+        assert (await gateway.admin(instances("add", type="decode", instances=place(two)))).status == 200
+        await gateway.admin(delete(place(two)))
+        assert (await gateway.admin(add(url=two.url))).status == 201
+        answer = await gateway.admin(instances("add", type="decode", instances=place(two)))  # it decodes, as it is
+        assert place(two) in answer.json()["current_prefill_instances"]
 
 
 async def test_a_token_is_asked(start_gateway: Start, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def gauge(*awake: int) -> s.Script:
 
 
 VLLM = s.reply(200, b'vllm:num_requests_running{model_name="m"} 0.0\n')  # one that has no such gauge
+UNTOLD = s.reply(200, b"process_resident_memory_bytes 1.0\n")  # with --disable-log-stats
 WORDS = {
     "/metrics": (gauge(0, 0), gauge(0, 1)),
     "/is_sleeping": tuple(s.reply(200, json.dumps({"is_sleeping": asleep}).encode()) for asleep in (True, False)),
@@ -109,13 +110,17 @@ WORDS = {
 
 
 @pytest.mark.parametrize("balance", ["least_loaded", "round_robin"], ids=["metrics read each second", "metrics not read"])
-@pytest.mark.parametrize("page", WORDS)
-async def test_sleep(start_gateway: Start, page: str, balance: str) -> None:
+@pytest.mark.parametrize(
+    ("metrics", "page"),
+    [(VLLM, "/metrics"), (VLLM, "/is_sleeping"), (UNTOLD, "/is_sleeping"), (s.reply(404, b"{}"), "/is_sleeping")],
+    ids=["by its metrics", "by its page", "by its page, without statistics", "by its page, without metrics"],
+)
+async def test_sleep(start_gateway: Start, metrics: s.Script, page: str, balance: str) -> None:
     """A backend that sleeps gets nothing and is shown so; where all sleep the gateway is not ready; it comes back by itself."""
     async with fleet(2) as backends:
         asleep, awake = WORDS[page]
         for backend in backends:
-            backend.probes |= {"/metrics": VLLM, page: awake}
+            backend.probes |= {"/metrics": metrics, page: awake}
         gateway = await start_gateway(config={"health": FAST, "balance": balance}, backends=urls(backends))
         backends[0].probes[page] = asleep
         await reached(gateway, 1, state="asleep")
@@ -126,7 +131,10 @@ async def test_sleep(start_gateway: Start, page: str, balance: str) -> None:
         await reached(gateway, 2, state="asleep")
         answer = await gateway.ask()
         assert (answer.status, answer.get("x-gateway-error")) == (503, "no_backend")
-        assert (await gateway.admin(s.get("/readyz"))).status == 503
+        answer = await gateway.admin(s.get("/readyz"))
+        names = [url.removeprefix("http://") for url in urls(backends)]
+        said = f"no backend can be reached: {names[0]} is asleep, {names[1]} is asleep"
+        assert (answer.status, answer.body.decode().strip()) == (503, said)
         for backend in backends:
             backend.probes[page] = awake
         await reached(gateway, 2, state="up")
@@ -146,6 +154,7 @@ async def test_who_does_not_know_of_sleep(start_gateway: Start, page: s.Script) 
 
 async def test_another_engine_is_not_asked_for_a_page_of_vllm_s(start_gateway: Start) -> None:
     async with fleet(1) as (backend,):
+        backend.probes["/metrics"] = s.reply(200, b'# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs 0.0\n')
         gateway = await start_gateway(config={"health": FAST}, backends=[backend.url])
         await until(lambda: backend.probed.count("/health") > 4, "probes")
         assert (backend.probed.count("/metrics"), backend.probed.count("/is_sleeping")) == (1, 0)

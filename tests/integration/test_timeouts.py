@@ -254,6 +254,7 @@ class TestQueue:
             assert (await early.read_response()).complete
         line = await entry(gateway, "late")
         assert (line["outcome"], line["code"], line["phase"]) == ("refused", "queue_timeout", "queue")
+        assert 0 < line["queue_s"] <= line["duration_s"]
         assert line["backend"] is None
         assert (await entry(gateway, "holder"))["outcome"] == "complete"  # which took longer than the queue's time
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import click
 import pytest
 
 from gateway.cli import run
@@ -31,6 +32,13 @@ from tests.loadtest.support import flags, settings
 )
 def test_several_words_after_one_flag(words: str, expected: str) -> None:
     assert repeat_flags(words.split(), SEVERAL) == expected.split()
+
+
+@pytest.mark.parametrize("words", ["--goodput --seed 1", "--goodput ttft:1 --header --seed=1"])
+def test_no_word_after_a_flag_that_takes_several(words: str) -> None:
+    """As with a variable of the shell that is empty: click would take the next flag for the word."""
+    with pytest.raises(click.BadOptionUsage, match=r"found no word after it, but --seed; expected at least one"):
+        repeat_flags(words.split(), SEVERAL)
 
 
 def test_a_command_line_of_vllm_bench_serve() -> None:

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from gateway.core.disagg.body import Body
+from gateway.core.jsonbody import truth
 from gateway.errors import Refusal
 
 OCTETS: Final = 4  # of text to a token, roughly
@@ -48,8 +49,6 @@ _IDS: Final = frozenset(("prompt", "token_ids", "input_ids"))
 # A medium by its place. Within text, quotes are escaped: no text can look like this.
 _MEDIA: Final = re.compile(rb'"(?:url|data|image_url|video_url|audio_url|file_url|file_data|b64_json)"[ \t\r\n]*:[ \t\r\n]*"')
 _FORCED: Final = frozenset(("required", "any", "tool", "function", "custom"))
-_TRUE: Final = frozenset(("1", "on", "t", "true", "y", "yes"))  # pydantic 2, conversion table: str to bool
-_FALSE: Final = frozenset(("0", "off", "f", "false", "n", "no"))
 
 
 class Prompt(enum.Enum):
@@ -102,6 +101,11 @@ class Asked:
         self.stateful = body.raw("previous_response_id") is not None or flag(body, "background")
         self.ec = b""  # ec_transfer_params, as encoders answered: P's, or of a D that serves alone
         self.cleaned = _cleaned(body)  # members that have a connector's own within: what they are without it
+
+    @property
+    def encoded(self) -> dict[str, bytes]:
+        """The member that whoever reads the prompt gets, as encoders answered."""
+        return {"ec_transfer_params": self.ec} if self.ec else {}
 
     def edited(self, put: dict[str, bytes], drop: frozenset[str] = frozenset()) -> bytes:
         """The client's body with the members of `put`, and without `drop` and whatever is a connector's own."""
@@ -172,12 +176,9 @@ def flag(body: Body, name: str) -> bool:
     value = body.value(name)
     if value is None and body.raw(name) is None:
         return False
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, (int, float)) and value in (0, 1):
-        return value == 1
-    if isinstance(value, str) and (word := value.lower()) in _TRUE | _FALSE:
-        return word in _TRUE
+    found = truth(value)
+    if found is not None:
+        return found
     raise Refusal("bad_request", f"{name} is neither true nor false", param=name)
 
 

@@ -178,6 +178,7 @@ class Connector(abc.ABC):
     order: ClassVar[Order]
     hold: ClassVar[float]  # seconds that P keeps KV for a D that does not come, by the engine's own default; 0: it does not
     waits: ClassVar[bool] = False  # P answers once D has fetched: whoever has its answer knows that it holds nothing any more
+    defers: ClassVar[float] = 0.0  # seconds that D's output, once begun, waits for P's outcome; 0: it proves the transfer
     release_policy: ClassVar[Release] = Release.ALWAYS
     abort_in_transfer_unsafe: ClassVar[bool] = False  # D must not be aborted between its dispatch and its first byte
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # role -> fields of Engine that the operator must set
@@ -327,8 +328,7 @@ class Connector(abc.ABC):
 
     def alone(self, asked: Asked, pair: Pair) -> Leg:
         """The client's own body, for a bypass or a fallback: D alone serves it, and nothing is transferred."""
-        put = {"ec_transfer_params": asked.ec} if asked.ec else {}
-        return Leg(asked.path, asked.edited(put), pair.attempt.encode())
+        return Leg(asked.path, asked.edited(asked.encoded), pair.attempt.encode())
 
     # what comes back --------------------------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class Connector(abc.ABC):
         """The client's body as one that computes a single token, with the members of `put`."""
         return shaped(
             asked,
-            put,
+            {**asked.encoded, **put},
             shape or self.shape,
             tool_auto=self.rules.tool_choice == "auto" or not self.serves_alone,
             prompt_logprobs=self.rules.prompt_logprobs == "merge",

@@ -71,6 +71,7 @@ class MoriioWrite(Connector):
     name = "moriio_write"
     order = Order.CONCURRENT
     hold = 30.0  # P writes once D has said whereto, and keeps what it has computed until then
+    defers = 30.0  # as llm-d's sidecar does (pd.md 5.8)
     release_policy = Release.NEVER
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"prefill": PORTS, "decode": PORTS}
     ranked = True

@@ -35,7 +35,7 @@ class Sglang(Connector):
         return super().judge(asked)
 
     def prefill(self, asked: Asked, pair: Pair, posted: bytes = b"") -> Leg:
-        return Leg(asked.path, asked.edited(self._meeting(asked, pair)), pair.attempt.encode())
+        return Leg(asked.path, asked.edited(asked.encoded | self._meeting(asked, pair)), pair.attempt.encode())
 
     def decode(self, asked: Asked, pair: Pair, handoff: Handoff = Handoff()) -> Leg:
         put = self._meeting(asked, pair)

@@ -36,6 +36,9 @@ _GRAMMAR: Final = frozenset(("response_format", "structured_outputs", "text", "o
 _LOGPROBS: Final = frozenset(("logprobs", "top_logprobs", "echo", "prompt_logprobs"))
 _TWICE: Final = frozenset(("store", "background", "webhook", "webhooks", "metadata"))
 _TOOLS: Final = {b"/v1/messages": b'{"type": "auto"}'}
+# On /v1/messages vLLM refuses a thinking budget (1,024 tokens at least) that is not below max_tokens. Neither this nor
+# "enabled" shapes the prompt there (0.32, entrypoints/anthropic/serving.py, _handle_thinking)
+_THINKING: Final = b'{"type": "adaptive"}'
 
 
 def shaped(asked: Asked, put: Mapping[str, bytes], shape: Shape, *, tool_auto: bool, prompt_logprobs: bool) -> bytes:
@@ -47,6 +50,8 @@ def shaped(asked: Asked, put: Mapping[str, bytes], shape: Shape, *, tool_auto: b
         new |= {name: ONE for name in _LEAST if name in body or (name == "min_tokens" and path in _MIN_TOKENS)}
     if tool_auto and asked.tool_forced:
         new["tool_choice"] = _TOOLS.get(path, b'"auto"')
+    if path == b"/v1/messages" and b'"enabled"' in (body.raw("thinking") or b""):
+        new["thinking"] = _THINKING
     keep_logprobs = prompt_logprobs and asked.prompt_logprobs is not None
     if asked.sampling is not None or path == b"/inference/v1/generate":
         new["sampling_params"] = _sampling(
@@ -55,8 +60,6 @@ def shaped(asked: Asked, put: Mapping[str, bytes], shape: Shape, *, tool_auto: b
     dropped = _dropped(shape, keep_logprobs, path)
     if not shape.first_token and (guided := [name for name in body.names if name.startswith("guided_")]):
         dropped = dropped.union(guided)
-    if asked.ec:
-        new["ec_transfer_params"] = asked.ec
     return body.edited(new | dict(put), dropped)
 
 

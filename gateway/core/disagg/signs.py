@@ -46,6 +46,20 @@ def sign(data: bytes, status: int = 200) -> Sign:
     return Sign.NOTHING
 
 
+def silent(data: bytes) -> bool:
+    """Whether an event brings nothing at all, neither a text nor an end: what stands before a missed cache's sign."""
+    said = from_json(data)
+    choices = said.get("choices") if isinstance(said, dict) else None
+    return isinstance(choices, list) and all(isinstance(choice, dict) and not _brings(choice) for choice in choices)
+
+
+def _brings(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta")
+    inner = delta if isinstance(delta, dict) else {}
+    said = {**choice, **inner, "delta": None, "index": None, "role": None}
+    return any(said.values())
+
+
 def turned_down(status: int, data: bytes) -> bool:
     """Whether D's serving layer has refused a request, by its whole answer: it has read it then, and P is told. What stands
     before that layer (keys, paths) words its refusals otherwise."""

@@ -33,7 +33,7 @@ class SharedStorage(LmCache):
     order = Order.PROBE
 
     def probe(self, asked: Asked, pair: Pair) -> Leg:
-        put = {"cache_hit_threshold": as_json(self.rules.cache_threshold)}
+        put = {**asked.encoded, "cache_hit_threshold": as_json(self.rules.cache_threshold)}
         return Leg(asked.path, asked.edited(put), pair.attempt.encode())
 
     def prefill(self, asked: Asked, pair: Pair, posted: bytes = b"") -> Leg:

@@ -11,6 +11,7 @@ from gateway.core.admission import Admission
 from gateway.core.backend import Backend
 from gateway.core.disagg.base import HandoffMissing, TransferFailed
 from gateway.core.disagg.base import Leg as Request
+from gateway.core.disagg.mistrust import Mistrust
 from gateway.core.exchange import Exchange, Observer
 from gateway.core.head import ResponseHead
 from gateway.core.pool import Pool
@@ -65,6 +66,7 @@ class Means(NamedTuple):
     attempts: Attempts
     watch: Watch
     tasks: Tasks
+    mistrust: Mistrust
 
     async def connection(self, call: Call, connections: ConnectionPool, *, fresh: bool = False) -> Connection:
         connection = None if fresh else connections.take()

@@ -34,7 +34,7 @@ async def decode(
     """Decode's head, once its body has begun. `request`: instead of one that fetches what prefill holds; `begin`: what its
     body's beginning is. Raises LegFailed, EngineRefused."""
     exchange, settings = call.exchange, paired.settings
-    connection = await _reach(means, call, paired, tried)
+    connection = call.connection = await _reach(means, call, paired, tried)
     assert call.connections is not None and call.lease is not None and paired.pair is not None
     backend, name = call.lease.backend, settings.connector.name
     now = time.monotonic()
@@ -53,7 +53,7 @@ async def decode(
         connection, response = await _head(means, call, paired, connection, paired.octets(request, call.connections.origin))
         exchange.head_received = time.monotonic()
         if 200 <= response.status < 300:
-            await _begun(call, paired, connection, response, begin)
+            await _begun(means, call, paired, connection, response, begin)
     except UpstreamFailed as failure:
         if failure.code == "stale_connection":
             call.connections.drop_idle()
@@ -67,6 +67,8 @@ async def decode(
         raise LegFailed("decode", backend, response=response)
     now = time.monotonic()
     if 200 <= response.status < 300:
+        if paired.transfers:
+            means.mistrust.succeeded(paired.pair.prefill.name, backend.name)
         if not paired.missed:
             means.told.decoding(exchange, name, now - paired.sent)
         if paired.holding is not None:
@@ -123,7 +125,9 @@ async def _reach(means: Means, call: Call, paired: Paired, tried: list[Backend])
         paired.pair = paired.pair._replace(decode=means.fleet.engines[name])
 
 
-async def _begun(call: Call, paired: Paired, connection: Connection, response: ResponseHead, begin: type[Opening]) -> None:
+async def _begun(
+    means: Means, call: Call, paired: Paired, connection: Connection, response: ResponseHead, begin: type[Opening]
+) -> None:
     """Wait for the first octet of decode's body. Raises UpstreamFailed, LegFailed, EngineRefused."""
     hold = call.policy.hold and is_event_stream(response) and begin is Opening
     opening = paired.opening = call.hold = (Hold if hold else begin)(connection, response, call.dialect)
@@ -136,9 +140,11 @@ async def _begun(call: Call, paired: Paired, connection: Connection, response: R
     sign = paired.settings.connector.sign(said, response.status, paired.asked) if said else Sign.NOTHING
     paired.missed = sign is Sign.MISSED
     if sign is Sign.FAILED and paired.transfers:
-        assert call.lease is not None
+        assert call.lease is not None and paired.pair is not None
+        backend = call.lease.backend
+        means.mistrust.failed(paired.pair.prefill.name, backend.name, backend.breaker.settings, time.monotonic())
         failed = TransferFailed("the decode engine could not take over what the prefill engine had computed")
-        raise LegFailed("decode", call.lease.backend, failed)
+        raise LegFailed("decode", backend, failed)
     if error is not None:
         paired.end()
         raise EngineRefused(*call.dialect.as_status(error))

@@ -67,7 +67,7 @@ def told(failed: LegFailed) -> Refusal:
     assert cause is not None
     if cause.code in ("upstream_connect", "timeout_connect"):
         outcome = Outcome.UPSTREAM_CONNECT if cause.code == "upstream_connect" else Outcome.TIMEOUT_CONNECT
-        return Refusal("no_backend", f"the {failed.side} leg: {cause.message}", retry_after=1, outcome=outcome)
+        return of_leg(failed.side, Refusal("no_backend", cause.message, retry_after=1, outcome=outcome))
     return of_leg(failed.side, cause)
 
 

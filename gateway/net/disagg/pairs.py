@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from gateway.core.admission import Admission
-from gateway.core.backend import Backend
+from gateway.core.backend import Backend, Lease
 from gateway.core.disagg.asked import Asked
 from gateway.core.disagg.base import Connector, Engine, HandoffMissing, Order, Pair, missing
+from gateway.core.disagg.mistrust import Mistrust
 from gateway.core.disagg.parting import State
 from gateway.core.disagg.sidecar import named
 from gateway.core.exchange import Observer
@@ -70,8 +72,8 @@ class Pairs:
         tasks: Tasks,
         waiting: Waiting,
     ):
-        self.means = Means(fleet, admission, retries, observer, told, attempts, watch, tasks)
-        self._turns = Turns(fleet, admission, waiting)
+        self.means = Means(fleet, admission, retries, observer, told, attempts, watch, tasks, Mistrust())
+        self._waiting, self._turns = waiting, Turns(fleet, admission, waiting)
         self._learning = Learning()
         self._callbacks = Callbacks()
         self.called_back = self._callbacks.take
@@ -108,14 +110,15 @@ class Pairs:
             bypass = "unnamed"
         if bypass is not None:
             self.means.told.bypassed(bypass)
+            without = () if settings.connector.serves_alone else await self._for_whole(call, head)
             fleet.pick_whole(call)
             if needed(self.means, call, asked):
                 self._let_go_of_lease(call)
-                if (refused := await self._served(call, head, asked, settings, {"encode": [], "both": []})) is not None:
+                if (refused := await self._served(call, head, asked, settings, {"encode": [], "both": [*without]})) is not None:
                     return refused
             upload.held = settings.connector.alone(asked, _ALONE).body  # the same one, which an alias' aim goes on with
             upload.length = len(upload.held)
-            return await self.means.attempts.response(call, head, route, upload)
+            return await self.means.attempts.response(call, head, route, upload, without)
         self._let_go_of_lease(call)  # of the queue's, which knows of no legs
         self.means.retries.request()
         if settings.resume and len(upload.held) <= HELD_JSON:
@@ -123,6 +126,18 @@ class Pairs:
         response = await self._served(call, head, asked, settings, self.roles(call, asked, others))
         assert response is not None
         return response
+
+    async def _for_whole(self, call: Call, head: RequestHead) -> Sequence[Backend]:
+        """All decode backends, of a connector whose engines serve nothing alone, once the call has a lease on somebody else,
+        where there is such a one; it is waited for where it is full. Raises Refusal."""
+        fleet = self.means.fleet
+        halves = [backend for backend in fleet.pool.backends if backend.role != "both"]
+        if call.lease is not None and call.lease.backend in halves:
+            self._let_go_of_lease(call)
+        fleet.pick_whole(call)
+        if call.lease is None and fleet.held_up(call, halves):
+            await self._waiting.once_more(call, head, halves)
+        return halves
 
     def roles(self, call: Call, asked: Asked, others: list[Backend] | None) -> Tried:
         """Those that a pair of legs needs. `others`: prefill backends that are not to be asked. Raises Refusal."""
@@ -232,14 +247,14 @@ class Pairs:
 
     def _bypass(self, call: Call, asked: Asked, settings: PairSettings) -> str | None:
         """Why one backend is to serve it alone. Raises Refusal."""
+        fleet = self.means.fleet
+        if not all(fleet.of(role, call).routable for role in ("prefill", "decode")) and fleet.serves_whole(call):
+            return "no_pair"  # and what its connector cannot hand over is no matter
         bypass = settings.connector.judge(asked)
         if bypass is not None:
             return bypass.value
         if settings.connector.serves_alone and len(asked.body.octets) < settings.min_prompt_bytes:
             return "short"
-        fleet = self.means.fleet
-        if not all(fleet.of(role, call).routable for role in ("prefill", "decode")) and fleet.serves_whole(call):
-            return "no_pair"
         return None
 
     # QUEUED -----------------------------------------------------------------------------------------------------------
@@ -294,7 +309,8 @@ class Pairs:
             paired.end()
             raise nobody("prefill", fleet.of("prefill", call))
         # another decode backend than the one that failed, if there is one: it may be that it did by this very pair
-        decode = fleet.pick_of("decode", call, call, tried["decode"]) or fleet.pick_of("decode", call, call)
+        decode = self._trusted(call, prefill.backend, tried["decode"])
+        decode = decode or fleet.pick_of("decode", call, call, tried["decode"]) or fleet.pick_of("decode", call, call)
         if decode is None:
             paired.end()
             raise nobody("decode", fleet.of("decode", call))
@@ -322,6 +338,14 @@ class Pairs:
             capped=self._learning.capped(one.name),
         )
         return paired
+
+    def _trusted(self, call: Call, prefill: Backend, tried: list[Backend]) -> Lease | None:
+        """A decode backend to which KV gets from this one, where there is some to which it does not."""
+        fleet, avoided = self.means.fleet, self.means.mistrust.avoided(prefill.name, time.monotonic())
+        if not avoided:
+            return None
+        shunned = [backend for backend in fleet.of("decode", call).backends if backend.name in avoided]
+        return fleet.pick_of("decode", call, call, [*tried, *shunned])
 
     def end(self, call: Call, paired: Paired) -> None:
         """Of an attempt that failed."""

@@ -68,7 +68,12 @@ async def _ask(means: Means, call: Call, paired: Paired, request: Request, leg: 
         name = backend.name
         raise HandoffMissing(f"the prefill engine {name} answered with {response.status}, expected 200 and kv_transfer_params")
     page = leg.page = Page(connection, response)
-    answer = await page.whole(PREFILL_MOST)
+    try:
+        answer = await page.whole(PREFILL_MOST)
+    except UpstreamFailed:
+        leg.drop()
+        paired.cut_off(backend)
+        raise
     paired.answered = time.monotonic()
     if page.clean and not connection.has_unsent(len(octets)):
         connection.give_back()

@@ -24,6 +24,8 @@ _Need = tuple[str | None, tuple[str, ...]]  # a model, and roles
 class _Room:
     """Where a line leads to: a backend of each role (`core.admission.Room`)."""
 
+    in_flight = None
+
     def __init__(self, fleet: Fleet, need: _Need):
         self._fleet, (self._name, self._roles) = fleet, need
 
@@ -34,6 +36,8 @@ class _Room:
 
 class _Others:
     """Where a second try's line leads to: backends that have not been tried, of each role; but decode's (`Pairs.begin`)."""
+
+    in_flight = None
 
     def __init__(self, fleet: Fleet, call: Call, tried: Tried):
         self._fleet, self._call, self._tried = fleet, call, tried

@@ -14,7 +14,7 @@ from gateway.core.disagg.base import OWNED_FIELDS, Handoff, HandoffMissing, Leg,
 from gateway.core.disagg.nixl_bidirectional import TTL, Conversations, NixlBidirectional
 from gateway.core.disagg.sglang import ROOMS, rooms
 from gateway.core.disagg.sidecar import prefillers
-from gateway.core.disagg.signs import Sign, sign
+from gateway.core.disagg.signs import Sign, sign, silent
 from gateway.errors import Refusal
 from tests.core.disagg.support import ATTEMPT, CHAT, COMPLETIONS, PAIR, P, ask, said
 
@@ -575,6 +575,13 @@ def test_encoders() -> None:
     assert said(of.prefill(asked, pair))["ec_transfer_params"] == {"h1": {"n": 12345678901234567890}, "h2": 2}
     assert said(of.alone(asked, pair))["ec_transfer_params"] == {"h1": {"n": 12345678901234567890}, "h2": 2}
     assert "ec_transfer_params" not in said(of.decode(asked, pair, Handoff(b"{}")))
+    released = of.release(asked, pair, Handoff(b"{}"))  # of D, which did not get it either
+    assert released is not None and "ec_transfer_params" not in said(released)
+    of = connector("shared_storage")
+    assert "ec_transfer_params" in said(of.probe(asked, pair))  # D may go ahead, and read what is left of the prompt
+    assert "ec_transfer_params" not in said(of.decode(asked, pair))
+    for name in ("sglang", "mooncake", "lmcache"):
+        assert "ec_transfer_params" in said(connector(name).prefill(asked, pair))
 
 
 def test_encoders_have_nothing_to_do() -> None:
@@ -641,3 +648,21 @@ def test_whether_kv_is_kept_by_what_is_of_no_use(name: str, answer: bytes, holds
     with pytest.raises(HandoffMissing) as caught:
         connector(name).take(ask(), PAIR, answer)
     assert caught.value.holds is holds
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        ({"index": 0, "text": "", "finish_reason": None}, True),
+        ({"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}, True),
+        ({"index": 0, "delta": {"content": ""}, "finish_reason": "cache_threshold"}, False),
+        ({"index": 0, "text": "a"}, False),
+        ({"index": 0, "delta": {"reasoning": "a"}}, False),
+        ({"index": 0, "delta": {"content": ""}, "token_ids": [1]}, False),
+        ("oops", False),
+    ],
+)
+def test_what_brings_nothing(choice: object, wanted: bool) -> None:
+    assert silent(json.dumps({"id": "x", "choices": [choice]}).encode()) is wanted
+    assert not silent(b"[DONE]")
+    assert not silent(b'{"error": {}}')

@@ -75,6 +75,18 @@ def test_chat() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["nixl", "p2p_nccl", "lmcache", "mooncake_ascend"])
+def test_a_thinking_budget(name: str) -> None:
+    """vLLM refuses one that is not below max_tokens, and takes none below 1,024. What else it is told of thinking passes."""
+    engine = connector(name)
+    asked = ask(MESSAGES, max_tokens=4000, thinking={"type": "enabled", "budget_tokens": 2000})
+    for thinking in ({"type": "disabled"}, {"type": "adaptive", "display": "omitted"}, None):
+        found = engine.shaped(ask(MESSAGES, max_tokens=4000, thinking=thinking), {})
+        assert json.loads(found)["thinking"] == thinking
+    for body in (engine.shaped(asked, {}), engine.one_token(asked, b"{}")):
+        assert json.loads(body)["thinking"] == {"type": "adaptive"}
+
+
 def test_mooncake_drops_stops() -> None:
     found = prefill("mooncake_ascend", **MUCH)
     assert {"stop", "stop_token_ids", "include_stop_str_in_output"}.isdisjoint(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -17,14 +16,17 @@ import pytest
 from gateway.configdisagg import Connector
 from tests.support.client import RawClient
 from tests.support.gateway import ROOT, until
+from tests.support.messages import Message
 from tests.support.script import get, post
 from tests.support.upstream import listening_socket
 
 EXAMPLES = ROOT / "deploy" / "examples" / "disaggregated"
-PORTS = ("8000", "8010", "8100", "8200", "9400")
+PORTS = ("8000", "8010", "8100", "8200", "8300", "9400")
 COMMAND = re.compile(r"^#   \$ tokenpipe (.*)$", re.M)
-# one for each order in which the two engines are asked; the flows of all are in test_connectors.py
-TRIED = ("nixl", "mooncake", "layerwise")
+BODY = re.compile(r"^#       -d '(.*?)'$", re.M | re.S)
+LEDGER = re.compile(r"^#   \$ curl http://127.0.0.1:(\d+)/admin/synth/kv ", re.M)
+# one for each order in which the engines are asked; the flows of all are in test_connectors.py
+TRIED = ("nixl", "mooncake", "layerwise", "shared_storage", "encoders")
 
 
 def test_each_connector_has_one() -> None:
@@ -71,24 +73,28 @@ def tried_out(name: str, folder: Path) -> Iterator[dict[str, int]]:
 
 @pytest.mark.parametrize("name", TRIED)
 async def test_tried_out(name: str, tmp_path: Path) -> None:
+    text = (EXAMPLES / f"{name}.yaml").read_text()
+    (body,), (ledger,) = BODY.findall(text), LEDGER.findall(text)
     with tried_out(name, tmp_path) as ports:
-        logs = [tmp_path / f"{at}.log" for at in range(3)]
-        await until(lambda: all("listening on" in log.read_text() for log in logs), "three listeners", 20)
+        logs = list(tmp_path.glob("*.log"))
+        assert len(logs) == len(COMMAND.findall(text))
+        await until(lambda: all("listening on" in log.read_text() for log in logs), "all to listen", 20)
 
-        async def ready() -> bool:
-            client = await RawClient.connect(port=ports["9400"])
-            answer = await client.ask(get("/readyz"))
+        async def told(port: str, path: str) -> Message:
+            client = await RawClient.connect(port=ports[port])
+            answer = await client.ask(get(path))
             client.fin()
-            return answer.status == 200
+            return answer
 
-        while not await ready():
+        while (await told("9400", "/readyz")).status != 200:
             pass
         client = await RawClient.connect(port=ports["8000"])
-        body = {"model": "synthetic", "messages": [{"role": "user", "content": "hi"}], "stream": True}
-        answer = await client.ask(post(json.dumps(body).encode()))
+        answer = await client.ask(post(body.replace("\n#", "\n").encode()))
         client.fin()
-        assert answer.status == 200 and answer.events()[-1] == "[DONE]", (answer.body, logs[2].read_text())
-        watched = await RawClient.connect(port=ports["8200" if name == "layerwise" else "8100"])
-        state = (await watched.ask(get("/admin/synth/kv"))).json()
-        watched.fin()
-        assert (state["held"], state["ends"]["pulled"]) == ([], 1)
+        assert answer.status == 200 and answer.events()[-1] == "[DONE]", (answer.body, [log.read_text() for log in logs])
+        state = (await told(ledger, "/admin/synth/kv")).json()
+        assert (state["held"], state["loaded" if name == "shared_storage" else "ends"]) == (
+            [], 1 if name == "shared_storage" else {"pulled": 1, "rejected": 0, "expired": 0, "aborted": 0}
+        )  # fmt: skip
+        if name == "encoders":
+            assert [one["ended"] for one in (await told("8300", "/admin/synth/log")).json()["requests"]] == ["complete"]

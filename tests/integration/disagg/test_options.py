@@ -110,6 +110,18 @@ async def test_a_conversation(start_gateway: Start) -> None:
         assert prefiller["loaded"] == 1
 
 
+async def test_conversations_of_one_name(start_gateway: Start) -> None:
+    """Another client's turn fetches nothing of it, and takes nothing from it."""
+    async with mocks("nixl_bidirectional") as both:
+        gateway = await start_gateway(config=both.config())
+        body = {**BODIES["chat"], "stream": False, "conversation_id": "c1"}
+        for key, loaded in (("a", 0), ("b", 0), ("a", 1)):
+            answer = await gateway.ask(s.post(body, fields=[("Authorization", f"Bearer {key}")]))
+            assert answer.status == 200
+            (prefiller,) = await both.states(both.prefills)
+            assert prefiller["loaded"] == loaded, key
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_decode_is_asked_first(start_gateway: Start, stream: bool, tmp_path: Path) -> None:
     """It says that it misses the prompt before anything has passed; once it has it, prefill is not asked any more."""
