@@ -118,14 +118,14 @@ class Gateway:
                     await self._relay(call)
         except Refusal as refusal:
             keep_alive = answers.refuse(call, refusal, self.draining)
-            refusal.__traceback__ = None  # the future that it came from is held by the frames that it holds
+            _forget(refusal)
         except EngineRefused as refused:
             keep_alive = answers.engine_refused(call, refused, self.draining)
-            refused.__traceback__ = None
+            _forget(refused)
         except Ended as ended:
             answers.cut(call, ended)
             keep_alive = False
-            ended.__traceback__ = None
+            _forget(ended)
         except asyncio.CancelledError:
             keep_alive = False
             if call.interrupted is None:
@@ -438,3 +438,8 @@ class Gateway:
 
     async def stop(self) -> None:
         await self._tasks.stop()
+
+
+def _forget(error: Exception) -> None:
+    """Where it came from: the frames on its way hold what it came from (a future, another error), which holds it."""
+    error.__traceback__ = error.__context__ = None

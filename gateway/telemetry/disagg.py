@@ -17,6 +17,7 @@ from gateway.telemetry.page import Page, labels, sample
 
 PREFIX = "tokenpipe_pd_"
 MOST = 64  # pairs of a model and a connector
+FOLD_AT = 128  # times that are counted at once: of 32 exchanges
 _Labels = tuple[str, str]
 
 _TIMES = (
@@ -29,6 +30,7 @@ _TIMES = (
         B_TTFT,
     ),
 )
+_BOUNDS = {name: bounds for name, _, bounds in _TIMES}
 _COUNTERS = (
     ("aborts", "Clients that left, by where the pair of legs stood.", "phase"),
     ("release", "Legs that had KV freed whose client had left, by what came of it.", "result"),
@@ -42,11 +44,12 @@ _COUNTERS = (
 
 
 class PairTallies:
-    """`model_of`: the label that an exchange's model is counted under."""
+    """`label_of`: what a model is counted under. Times are counted with others soon (`fold`), at half the cost."""
 
-    def __init__(self, model_of: Callable[[Exchange], str], inflight: Callable[[], int] = lambda: 0):
-        self._model_of = model_of
+    def __init__(self, label_of: Callable[[str | None], str], inflight: Callable[[], int] = lambda: 0):
+        self._label_of = label_of
         self.inflight = inflight  # release legs and detached decode legs now
+        self._told: list[tuple[str, str | None, str, float]] = []  # not counted yet: which time, model, connector, seconds
         self._times: dict[str, dict[_Labels, Histogram]] = {name: {} for name, _, _ in _TIMES}
         self._hold: dict[str, Histogram] = {}
         self.counts: dict[str, Counter[str]] = {name: Counter() for name, _, _ in _COUNTERS}
@@ -60,20 +63,19 @@ class PairTallies:
         self.counts["fallback"][reason] += 1
 
     def encoded(self, exchange: Exchange, connector: str, seconds: float) -> None:
-        self._observe("encode", exchange, connector, seconds)
+        self._tell("encode", exchange.model, connector, seconds)
 
     def prefilled(self, exchange: Exchange, connector: str, seconds: float) -> None:
-        self.counts["stranded"][connector] += 0  # begins at zero, as what does not has no rate
-        self._observe("prefill", exchange, connector, seconds)
+        self._tell("prefill", exchange.model, connector, seconds)
 
     def handed_over(self, exchange: Exchange, connector: str, seconds: float) -> None:
-        self._observe("handoff", exchange, connector, seconds)
+        self._tell("handoff", exchange.model, connector, seconds)
 
     def decoding(self, exchange: Exchange, connector: str, seconds: float) -> None:
-        self._observe("decode_first_byte", exchange, connector, seconds)
+        self._tell("decode_first_byte", exchange.model, connector, seconds)
 
     def held(self, connector: str, seconds: float) -> None:
-        self._hold.setdefault(connector, Histogram(B_TTFT)).observe(seconds)
+        self._tell("hold", None, connector, seconds)
 
     def parted(self, phase: str) -> None:
         self.counts["aborts"][phase] += 1
@@ -91,17 +93,33 @@ class PairTallies:
     def resumed(self, result: str) -> None:
         self.counts["resumed"][result] += 1
 
-    def _observe(self, name: str, exchange: Exchange, connector: str, seconds: float) -> None:
-        found, pair = self._times[name], (self._model_of(exchange), connector)
-        if pair not in found:
-            if len(found) >= MOST:
-                pair = ("other", connector)
-            found.setdefault(pair, Histogram(next(bounds for each, _, bounds in _TIMES if each == name)))
-        found[pair].observe(seconds)
+    def _tell(self, name: str, model: str | None, connector: str, seconds: float) -> None:
+        self._told.append((name, model, connector, seconds))
+        if len(self._told) >= FOLD_AT:
+            self.fold()
+
+    def fold(self) -> None:
+        """Count the times that have been told since the last time."""
+        told, self._told = self._told, []
+        alike: dict[tuple[str, str | None, str], list[float]] = {}
+        for name, model, connector, seconds in told:
+            alike.setdefault((name, model, connector), []).append(seconds)
+        for (name, model, connector), times in alike.items():
+            self.counts["stranded"][connector] += 0  # begins at zero, as what does not has no rate
+            self._histogram(name, model, connector).observe_all(times)
+
+    def _histogram(self, name: str, model: str | None, connector: str) -> Histogram:
+        if name == "hold":
+            return self._hold.setdefault(connector, Histogram(B_TTFT))
+        found, pair = self._times[name], (self._label_of(model), connector)
+        if pair not in found and len(found) >= MOST:
+            pair = ("other", connector)
+        return found.setdefault(pair, Histogram(_BOUNDS[name]))
 
     # the scrape
 
     def render(self, page: Page) -> Iterator[str]:
+        self.fold()
         for name, help_, _ in _TIMES:
             yield page.family(f"{PREFIX}{name}_seconds", "histogram", help_)
             for pair, histogram in list(self._times[name].items()):

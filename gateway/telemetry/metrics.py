@@ -96,7 +96,7 @@ class Metrics:
         self.abort_seconds = Histogram(B_OVH)
         self.loop_lag_seconds = Histogram(B_OVH)
         self.stages = Stages()
-        self.pairs = PairTallies(lambda exchange: self.series_of(exchange).labels[0])
+        self.pairs = PairTallies(self._label_of)
         self.bytes_in = self.bytes_out = 0
         self.reloads = {"success": 0, "failure": 0}
         self.last_reload = wall()  # a start is a load that succeeded
@@ -257,6 +257,10 @@ class Metrics:
         if known_model == model and known_backend == backend:  # what is not known is looked up anew each time
             self._cache[model, backend] = series
         return series
+
+    def _label_of(self, model: str | None) -> str:
+        known, _ = self._admit(model, None)
+        return self._labels(known, None)[0]
 
     def _labels(self, model: str | None, backend: str | None) -> LabelPair:
         return (

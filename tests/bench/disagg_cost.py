@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import socket
 import statistics
 import subprocess
@@ -26,14 +25,19 @@ PREFILLED = {
     "usage": {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10},
     "kv_transfer_params": {"do_remote_prefill": True, "remote_port": 5600, "remote_block_ids": [[1]], **HANDED},
 }  # fmt: skip
-BODY = json.dumps(PREFILLED).encode()
-WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
 STREAM = s.SSE_HEAD + s.chunk(s.delta("x")) + s.chunk(s.FINISHED[0]) + s.chunk(s.DONE) + s.LAST
-SYSTEM_TICK = os.sysconf("SC_CLK_TCK")
+
+
+def whole(answer: object) -> bytes:
+    body = json.dumps(answer).encode()
+    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
 
 
 class Engine(asyncio.Protocol):
-    """Answers at once: a stream of one token, or what a prefill engine says."""
+    """Answers at once: a stream of one token, what a prefill engine says, or which model there is."""
+
+    models = whole({"object": "list", "data": [{"id": "m", "object": "model"}]})
+    prefilled = whole(PREFILLED)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport, self.held = transport, b""
@@ -44,8 +48,8 @@ class Engine(asyncio.Protocol):
         length = int((head.lower() + b"\r\n").partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
         if blank and len(body) >= length:
             self.held = b""
-            streamed = b'"stream": true' in body
-            self.transport.write(STREAM if streamed else WHOLE)
+            asked = STREAM if b'"stream": true' in body else self.prefilled
+            self.transport.write(self.models if head.startswith(b"GET") else asked)
 
 
 async def serve() -> None:
@@ -68,9 +72,8 @@ def ask(gateway: Gateway, count: int) -> None:
 
 
 def used(gateway: Gateway) -> float:
-    """Microseconds of processor time, user's and system's."""
-    fields = Path(f"/proc/{gateway.pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:13])) / SYSTEM_TICK * 1e6
+    """Microseconds of processor time, user's and system's, of all threads. What /proc/PID/stat says goes by ticks of 10 ms."""
+    return sum(int(thread.read_text().split()[0]) for thread in Path(f"/proc/{gateway.pid}/task").glob("*/schedstat")) / 1e3
 
 
 async def compare(count: int, rounds: int) -> None:

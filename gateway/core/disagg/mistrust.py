@@ -34,6 +34,8 @@ class Mistrust:
 
     def avoided(self, prefill: str, now: float) -> frozenset[str]:
         """Decode engines that it is not to be paired with, where there are others."""
+        if not self._breakers:
+            return frozenset()
         return frozenset(
             decode for (one, decode), breaker in self._breakers.items() if one == prefill and not breaker.allows(now)
         )

@@ -87,6 +87,7 @@ class Pairs:
             if paired.settings.resume:
                 self.means.told.resumed(paired.unresumed)
         paired.part()
+        call.paired = None  # which holds the call
 
     async def ended(self, call: Call, relay: SeamedRelay) -> None:
         """Wait for the end of a stream, which an engine may drop. Raises Ended."""
