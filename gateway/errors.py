@@ -84,3 +84,8 @@ class Ended(GatewayError):
     def __init__(self, outcome: Outcome, message: str = "", *, code: str | None = None):
         super().__init__(message or outcome.value)
         self.outcome, self.code = outcome, code
+
+
+def forget(error: Exception) -> None:
+    """Where it came from: the frames on its way hold what it came from (a future, another error), which holds it."""
+    error.__traceback__ = error.__context__ = None

@@ -32,7 +32,7 @@ from gateway.core.meter import Meter
 from gateway.core.outcome import BACKEND_FAILURES, Outcome, Phase
 from gateway.core.retry import Retries
 from gateway.core.routing import Route
-from gateway.errors import Ended, EngineRefused, Refusal, UpstreamFailed
+from gateway.errors import Ended, EngineRefused, Refusal, UpstreamFailed, forget
 from gateway.net import answers, body, changes, migrate
 from gateway.net.attempts import Attempts
 from gateway.net.call import Call, Local, Policy
@@ -118,14 +118,14 @@ class Gateway:
                     await self._relay(call)
         except Refusal as refusal:
             keep_alive = answers.refuse(call, refusal, self.draining)
-            _forget(refusal)
+            forget(refusal)
         except EngineRefused as refused:
             keep_alive = answers.engine_refused(call, refused, self.draining)
-            _forget(refused)
+            forget(refused)
         except Ended as ended:
             answers.cut(call, ended)
             keep_alive = False
-            _forget(ended)
+            forget(ended)
         except asyncio.CancelledError:
             keep_alive = False
             if call.interrupted is None:
@@ -438,8 +438,3 @@ class Gateway:
 
     async def stop(self) -> None:
         await self._tasks.stop()
-
-
-def _forget(error: Exception) -> None:
-    """Where it came from: the frames on its way hold what it came from (a future, another error), which holds it."""
-    error.__traceback__ = error.__context__ = None

@@ -9,13 +9,12 @@ What says something is an output event, an end or an error; what comes before th
 
 from __future__ import annotations
 
-import asyncio
-
 from gateway.core.dialects import Dialect
 from gateway.core.framing import CloseReader, reader_of
 from gateway.core.head import ResponseHead
 from gateway.core.sse import Event, Scanner
 from gateway.errors import Refusal, UpstreamFailed
+from gateway.net.promise import Promise
 from gateway.net.upstream import PENDING_MOST, Connection
 
 
@@ -26,7 +25,7 @@ class Hold:
     """
 
     def __init__(self, connection: Connection, head: ResponseHead, dialect: Dialect):
-        self.done: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        self.done: Promise[bytes | None] = Promise()
         self._connection, self._reader, self._dialect = connection, reader_of(head), dialect
         self._scanner = Scanner()
         pending, connection.pending = connection.pending, b""
@@ -48,15 +47,19 @@ class Hold:
         elif self._reader.done:
             self._broke("ended its stream before the first event")
         elif self._scanner.overflowed or len(self._connection.pending) >= PENDING_MOST:
-            self.done.set_result(None)
+            self._begun(None)
 
     def _says_something(self, event: Event) -> bool:
         reading = self._dialect.read(event)
         if reading.error is not None:
-            self.done.set_result(event.data)
+            self._begun(event.data)
         elif reading.output or reading.terminal or reading.finish_reason is not None:
-            self.done.set_result(None)
+            self._begun(None)
         return self.done.done()
+
+    def _begun(self, error: bytes | None) -> None:
+        self.done.set_result(error)
+        self._connection.set_aside()  # until whoever waits has seen it
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.done.done():

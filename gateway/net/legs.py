@@ -14,6 +14,7 @@ from gateway.core.exchange import Exchange
 from gateway.core.head import ResponseHead
 from gateway.net.fetch import Page
 from gateway.net.hold import Hold
+from gateway.net.promise import Promise
 from gateway.net.upstream import Connection, ConnectionPool
 
 
@@ -26,7 +27,7 @@ class Leg:
     connection: Connection | None = None
     upload: asyncio.Task[None] | None = None
     hold: Hold | None = None  # of a stream that is held back until it says something
-    reply: asyncio.Future[ResponseHead] | None = None  # of a request whose answer is read as a whole
+    reply: Promise[ResponseHead] | None = None  # of a request whose answer is read as a whole
     page: Page | None = None  # its body, once its head has come
 
     def __init__(self, exchange: Exchange):

@@ -32,13 +32,13 @@ class Opening(Hold):
         if self.done.done():
             return
         if self._reader.feed(data) or self._reader.done or len(self._connection.pending) >= PENDING_MOST:
-            self.done.set_result(None)
+            self._begun(None)
         elif self._reader.failure is not None:
             self._broke(f"sent a malformed body: {self._reader.failure}", "upstream_malformed")
 
     def _says_something(self, event: Event) -> bool:
         self.data = event.data
-        self.done.set_result(None)
+        self._begun(None)
         return True
 
 
@@ -62,9 +62,9 @@ class Probe(Opening):
             self._broke(f"sent a malformed body: {self._reader.failure}", "upstream_malformed")
         elif self._reader.done:
             self.data = b"".join(self._body)
-            self.done.set_result(None)
+            self._begun(None)
         elif len(self._connection.pending) >= PENDING_MOST:
-            self.done.set_result(None)
+            self._begun(None)
 
     def _says_something(self, event: Event) -> bool:
         self.data = event.data

@@ -24,6 +24,7 @@ from gateway.core.head import ResponseHead
 from gateway.net.call import Call
 from gateway.net.hold import Hold
 from gateway.net.legs import Leg, beside
+from gateway.net.promise import Promise
 from gateway.net.releases import Detached, Ended, Released, Releases
 from gateway.net.upstream import ConnectionPool, Origin
 
@@ -116,7 +117,7 @@ class Paired:
         self.edits = settings.cached_tokens or asked.prompt_logprobs is not None or bool(self.conversation)  # of the answer
         self.answered = 0.0  # when prefill's answer had been read
         self.sent = 0.0  # when decode's request was written
-        self.answer: asyncio.Future[ResponseHead] | None = None  # decode's
+        self.answer: Promise[ResponseHead] | None = None  # decode's
         self.opening: Hold | None = None  # of decode's body
         self.tasks: tuple[asyncio.Task[Any], ...] = ()  # of the legs, where both are under way at once
         self.task: asyncio.Task[Any] | None = None  # that makes the attempt, where it is not the exchange's own

@@ -20,11 +20,12 @@ from gateway.core.backend import Backend, Holding, Lease
 from gateway.core.dialects import Dialect
 from gateway.core.disagg.signs import turned_down
 from gateway.core.head import ResponseHead
-from gateway.errors import Refusal
+from gateway.errors import Refusal, forget
 from gateway.net.fetch import Page
 from gateway.net.hold import Hold
 from gateway.net.legs import Leg
 from gateway.net.opening import Opening
+from gateway.net.promise import Promise
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import Connection, ConnectionPool
 
@@ -51,7 +52,7 @@ class Released(NamedTuple):
 class Detached(NamedTuple):
     """A decode leg whose client has left. `opening`: of its body, where its head has come."""
 
-    answer: asyncio.Future[ResponseHead]
+    answer: Promise[ResponseHead]
     opening: Hold | None
     connection: Connection
     lease: Lease
@@ -70,7 +71,7 @@ class Ended(NamedTuple):
 
     leg: Leg
     connection: Connection
-    head: asyncio.Future[ResponseHead]
+    head: Promise[ResponseHead]
     page: Page | None  # of its body, where its head has come
     grace: float  # seconds that it may take to answer, before it is told to stop
     holds: Callable[[bytes], Released]  # what it holds, by its answer
@@ -110,8 +111,8 @@ class Releases:
                 result = "done" if done else "refused"
         except TimeoutError:
             result = "timeout"
-        except Refusal:
-            pass  # no connection, or it broke
+        except Refusal as failure:  # no connection, or it broke
+            forget(failure)
         finally:
             if connection is not None:
                 connection.drop()
@@ -137,8 +138,9 @@ class Releases:
             again = result == "refused"
         except TimeoutError:
             result = "detached" if work.until is not None else "timeout"
-        except Refusal:
-            again = True  # it broke before it had begun
+        except Refusal as failure:  # it broke before it had begun
+            again = True
+            forget(failure)
         finally:
             work.connection.drop()
             self.busy -= 1
@@ -175,7 +177,8 @@ class Releases:
                     answer = await page.whole(PREFILL_MOST)
                     begun = False
                     self.release(work.holds(answer))
-        except (TimeoutError, Refusal):
+        except (TimeoutError, Refusal) as failure:
+            forget(failure)
             if begun:
                 work.cut_off()  # else it has stopped, as it was told
         finally:

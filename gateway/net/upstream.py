@@ -25,10 +25,12 @@ from gateway.net import sockets, tls
 from gateway.net.acks import Acks, Manner
 from gateway.net.lane import Lane
 from gateway.net.names import Addresses, Name
+from gateway.net.promise import Promise
 
 log = logging.getLogger(__name__)
 
 HEAD_MOST = 65536  # octets of a response head; interface.md section 4
+Awaited = asyncio.Future[ResponseHead] | Promise[ResponseHead]
 PENDING_MOST = 65536  # octets of the body that are taken in before somebody relays them
 # What one read of a flood can bring at most, and the kernel hide at most; Linux doubles it for its own book-keeping
 RECEIVE_BUFFER = 32768
@@ -86,7 +88,7 @@ class Connection(Lane):
         self.lost = False
         # of the request under way
         self._method = b""
-        self._head: asyncio.Future[ResponseHead] | None = None
+        self._head: Awaited | None = None
         self._received = b""
         self._answered = False  # some octet has come since the request was sent
         self._sent = 0  # octets of it, where that is all
@@ -113,9 +115,7 @@ class Connection(Lane):
             self.drop()
         elif self._head.done():
             self.pending += data
-            if len(self.pending) > PENDING_MOST and not self._reading_paused:
-                self._reading_paused = True
-                self.transport.pause_reading()
+            self._hold_back()
         else:
             self._head_octets(data)
 
@@ -238,12 +238,17 @@ class Connection(Lane):
         `whole`: that is all. Then 408 on a kept connection is no answer to it: the backend had waited long enough for a
         request, and this one has crossed its word on the way (RFC 9110 section 15.5.9). To half a body it would be one.
         """
+        head = self._loop.create_future()
+        self.send_for(head, octets, method, whole=whole)
+        return head
+
+    def send_for(self, head: Awaited, octets: bytes, method: bytes, *, whole: bool = True) -> None:
+        """The same, where whoever asks has made what is to be told of the answer."""
         self.uses += 1
         self._method, self._received, self.pending, self.ended_well = method, b"", b"", False
         self._answered, self._unseen, self._sent, self._whole = False, False, len(octets), whole
-        self._head = self._loop.create_future()
+        self._head = head
         self.transport.write(octets)
-        return self._head
 
     def write(self, octets: bytes) -> None:
         if not self.lost:
@@ -292,6 +297,12 @@ class Connection(Lane):
     def set_aside(self) -> None:
         """Nobody is told of what comes until `hand_over`: it is pending, as much as there is room for."""
         self._receiver = None
+        self._hold_back()
+
+    def _hold_back(self) -> None:
+        if len(self.pending) > PENDING_MOST and not self._reading_paused and not self.lost:
+            self._reading_paused = True
+            self.transport.pause_reading()
 
     def give_back(self) -> None:
         """The exchange is over and left the connection clean: keep it for another one."""

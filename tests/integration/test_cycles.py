@@ -63,9 +63,11 @@ def inside(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(tmp_path), "CYCLES": str(tmp_path / "cycles.json")}
 
 
-@pytest.mark.parametrize("status", [200, 500])
+@pytest.mark.parametrize("status", [200, 500, 502])
 async def test_one_backend(start_gateway: Start, inside: dict[str, str], status: int) -> None:
-    script = s.stream(s.delta("x"), *s.FINISHED) if status == 200 else s.reply(status, {"error": {"message": "no"}})
+    script = {
+        200: s.stream(s.delta("x"), *s.FINISHED), 500: s.reply(500, {"error": {"message": "no"}}), 502: s.vanish,
+    }[status]  # fmt: skip
     async with upstream.running(script) as engine:
         gateway = await start_gateway(backends=[engine.url], environment=inside)
         assert await left_by(gateway, Path(inside["CYCLES"]), s.post(), status) == {}
@@ -81,12 +83,13 @@ async def test_a_pair(start_gateway: Start, inside: dict[str, str], connector: s
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-@pytest.mark.parametrize("status", [400, 500, 200])
+@pytest.mark.parametrize("status", [400, 500, 200, 0])
 async def test_a_pair_that_fails(start_gateway: Start, inside: dict[str, str], side: str, status: int) -> None:
-    """With a status, and with an error inside a 200."""
+    """With a status, with an error inside a 200, or without a word (0)."""
     async with pairs.engines(2, 2) as (ps, ds, _):
         for engine in ps if side == "prefill" else ds:
-            engine.script = s.reply(status, {"error": {"message": "no", "type": "BadRequestError", "code": status}})
+            error = {"message": "no", "type": "BadRequestError", "code": status}
+            engine.script = s.reply(status, {"error": error}) if status else s.vanish
         config = pairs.config(ps, ds, breaker={"failures": 1000}, retry={"budget": 1.0})
         gateway = await start_gateway(config=config, environment=inside)
         found = (await gateway.ask()).status

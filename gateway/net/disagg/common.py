@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gateway.core.admission import Admission
 from gateway.core.backend import Backend
@@ -16,7 +15,7 @@ from gateway.core.exchange import Exchange, Observer
 from gateway.core.head import ResponseHead
 from gateway.core.pool import Pool
 from gateway.core.retry import Retries
-from gateway.errors import EngineRefused, Refusal
+from gateway.errors import EngineRefused, Refusal, forget
 from gateway.net.attempts import Attempts
 from gateway.net.call import Call
 from gateway.net.fleet import Fleet
@@ -43,6 +42,8 @@ class LegFailed(Exception):
         leg: Leg | None = None,
     ):
         super().__init__(side)
+        if cause is not None:
+            forget(cause)
         self.side, self.backend, self.cause, self.response, self.leg = side, backend, cause, response, leg
 
     @property
@@ -101,6 +102,7 @@ def asked_of(backend: Backend, make: Callable[..., Request], paired: Paired, *mo
 
 def of_leg(side: str, failure: Refusal) -> Refusal:
     """The same, naming the leg."""
+    forget(failure)
     if failure.message.startswith("the ") and side in failure.message.partition(":")[0]:
         return failure
     if isinstance(failure, HandoffMissing | TransferFailed):
@@ -111,9 +113,3 @@ def of_leg(side: str, failure: Refusal) -> Refusal:
 def nobody(side: str, pool: Pool) -> Refusal:
     found = pool.nobody()
     return Refusal(found.code, f"the {side} leg: {found.message}", retry_after=found.retry_after)
-
-
-def heard(future: asyncio.Future[Any]) -> None:
-    """Its failure is nobody's any more, where whoever waited for it has left: shielded, it outlives them."""
-    if not future.cancelled():
-        future.exception()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from gateway.core.backend import Backend
@@ -16,10 +15,11 @@ from gateway.core.headers import is_event_stream
 from gateway.core.outcome import Phase
 from gateway.errors import EngineRefused, UpstreamFailed
 from gateway.net.call import Call
-from gateway.net.disagg.common import AGAIN, LegFailed, Means, asked_of, heard, of_leg
+from gateway.net.disagg.common import AGAIN, LegFailed, Means, asked_of, of_leg
 from gateway.net.hold import Hold
 from gateway.net.opening import Opening
 from gateway.net.paired import Paired
+from gateway.net.promise import Promise
 from gateway.net.upstream import Connection
 
 
@@ -78,6 +78,7 @@ async def decode(
         paired.refused(response.status)
     if paired.state is State.DECODE_WAIT:
         paired.become(State.STREAMING)
+        paired.opening = None  # and the event that it has, which may be large
     return response
 
 
@@ -87,11 +88,11 @@ async def _head(
     """Decode's head, and the connection that it came on. Raises Refusal."""
     while True:
         call.connection = connection
-        answer = paired.answer = connection.send(octets, b"POST")
-        answer.add_done_callback(heard)
+        answer = paired.answer = Promise()
+        connection.send_for(answer, octets, b"POST")
         means.watch.begin(call, time.monotonic())
         try:
-            return connection, await asyncio.shield(answer)
+            return connection, await answer
         except UpstreamFailed as failure:
             if not failure.crossed:
                 raise
@@ -131,9 +132,8 @@ async def _begun(
     """Wait for the first octet of decode's body. Raises UpstreamFailed, LegFailed, EngineRefused."""
     hold = call.policy.hold and is_event_stream(response) and begin is Opening
     opening = paired.opening = call.hold = (Hold if hold else begin)(connection, response, call.dialect)
-    opening.done.add_done_callback(heard)
     try:
-        error = await asyncio.shield(opening.done)
+        error = await opening.done
     finally:
         call.hold = None
     said = error or (opening.data if isinstance(opening, Opening) else b"")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from gateway.core.disagg.base import HandoffMissing
@@ -13,10 +12,11 @@ from gateway.core.outcome import Phase
 from gateway.errors import Refusal, UpstreamFailed
 from gateway.net import body
 from gateway.net.call import Call
-from gateway.net.disagg.common import AGAIN, LegFailed, Means, asked_of, heard, worded
+from gateway.net.disagg.common import AGAIN, LegFailed, Means, asked_of, worded
 from gateway.net.fetch import Page
 from gateway.net.legs import Leg
 from gateway.net.paired import Paired
+from gateway.net.promise import Promise
 from gateway.net.releases import PREFILL_MOST
 from gateway.net.upstream import Connection, ConnectionPool
 
@@ -113,9 +113,9 @@ async def sent(
         connection = leg.connection = await means.connection(call, connections, fresh=fresh)
         marks.sent = marks.connected = call.exchange.connected = time.monotonic()
         try:
-            reply = leg.reply = connection.send(octets, b"POST")
-            reply.add_done_callback(heard)
-            response = await asyncio.shield(reply)
+            reply = leg.reply = Promise()
+            connection.send_for(reply, octets, b"POST")
+            response = await reply
         except UpstreamFailed as failure:
             if failure.code == "stale_connection":
                 connections.drop_idle()

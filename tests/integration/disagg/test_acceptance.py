@@ -75,7 +75,7 @@ async def test_30_pauses_within_a_stream(start_gateway: Start) -> None:
 
 
 @pytest.mark.seconds(60)
-@pytest.mark.parametrize("size, most", [(4000, 300), (60000, 400)], ids=["events", "large ones"])
+@pytest.mark.parametrize("size, most", [(4000, 260), (60000, 340)], ids=["events", "large ones"])
 async def test_37_a_client_that_does_not_read(start_gateway: Start, size: int, most: int) -> None:
     """Of 50 MB hardly any is held, for none of forty: limits.write_buffer, a read or two on top of it, and as much as there is
     of an event that a read has cut. When timeouts.client_write is over decode is told."""
