@@ -121,7 +121,9 @@ def upstream_head(
     """
     dropped = NOT_UPSTREAM if forwarding is None else NOT_UPSTREAM | FORWARDING
     lines = [b"%b %b HTTP/1.1\r\nHost: %b" % (method or head.method, target, host)]
-    named = _named_by_connection(head.named) | without if without else _named_by_connection(head.named)
+    named = _named_by_connection(head.named)
+    if without:
+        named = named | without if named else without
     if named or credential is not None:
         if credential is not None:
             named = named | _CREDENTIALS

@@ -30,7 +30,7 @@ _BLANKS = re.compile(rb"[ \t\r\n]*")
 _SCALAR_END = re.compile(rb"[,}\] \t\r\n]")
 _OPENING = re.compile(rb"[ \t\r\n]*\{")
 _KEY = re.compile(rb'[ \t\r\n]*"([^"\\]*)"[ \t\r\n]*:[ \t\r\n]*')  # no escapes
-_COMMA = re.compile(rb"[ \t\r\n]*,")
+_NEXT = re.compile(rb'[ \t\r\n]*,(?:[ \t\r\n]*"([^"\\]*)"[ \t\r\n]*:[ \t\r\n]*)?')  # the comma before it, too
 _CLOSING = re.compile(rb"[ \t\r\n]*\}")
 _values = msgspec.json.Decoder(dict[str, msgspec.Raw])
 MEMBERS_MOST = 10_000
@@ -76,24 +76,22 @@ def whole(body: bytes) -> list[Member] | None:
     if values is None or len(values) > MEMBERS_MOST or (opening := _OPENING.match(body)) is None:
         return None
     found, at = [], opening.end()
-    while (key := _KEY.match(body, at)) is not None:
-        if key.end(1) - key.start(1) > KEY_MOST:
+    key = _KEY.match(body, at)
+    while key is not None:
+        first, last = key.span(1)
+        if first < 0 or last - first > KEY_MOST:  # a comma, and no key that is plain
             return None
         name = key[1].decode()
         raw = values.pop(name, None)
         if raw is None:
             return None
-        value = bytes(raw)
-        begin = key.end()
-        end = begin + len(value)
+        value, begin = bytes(raw), key.end()
+        at = begin + len(value)
         if not body.startswith(value, begin):
             return None
-        found.append(Member(name, key.start(1) - 1, begin, end, value if len(value) <= SHOWN else None))
-        comma = _COMMA.match(body, end)
-        if comma is None:
-            return found if not values and _CLOSING.match(body, end) else None
-        at = comma.end()
-    return found if not found and not values and _CLOSING.match(body, at) else None
+        found.append(Member(name, first - 1, begin, at, value if len(value) <= SHOWN else None))
+        key = _NEXT.match(body, at)
+    return found if not values and _CLOSING.match(body, at) else None
 
 
 class _At(enum.IntEnum):  # whose hash is an integer's: each step is looked up by it

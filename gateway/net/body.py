@@ -22,6 +22,7 @@ from gateway.core.outcome import Outcome
 from gateway.core.routing import Route
 from gateway.errors import Ended, Refusal
 from gateway.net.call import Call, Policy, Upload
+from gateway.net.deadline import Deadline
 from gateway.net.upstream import Connection
 
 T = TypeVar("T")
@@ -166,13 +167,17 @@ async def timed(
     """`awaitable`, within `seconds` and the exchange's total. Raises Refusal."""
     total = call.policy.timeouts.total
     left = seconds if total is None else min(seconds, call.exchange.accepted + total - time.monotonic())
+    deadline = Deadline(left)
     try:
-        async with asyncio.timeout(left):
-            return await awaitable
-    except TimeoutError:
-        if total is not None and left < seconds:
-            raise total_passed(total) from None
-        raise Refusal(code, message, retry_after=retry_after) from None
+        return await awaitable
+    except asyncio.CancelledError:
+        if not deadline.passed():
+            raise
+    finally:
+        deadline.end()
+    if total is not None and left < seconds:
+        raise total_passed(total)
+    raise Refusal(code, message, retry_after=retry_after)
 
 
 async def send_rest(call: Call, connection: Connection, upload: Upload) -> None:

@@ -46,6 +46,7 @@ _LIMITS: Final[dict[bytes, tuple[str, ...]]] = {  # the first that is given hold
 _GENERATE: Final = b"/inference/v1/generate"
 _TEXTS: Final = frozenset(("messages", "prompt", "input", "text", "system", "instructions", "tools", "documents", "suffix"))
 _IDS: Final = frozenset(("prompt", "token_ids", "input_ids"))
+_PROMPTS: Final = _TEXTS | _IDS
 # A medium by its place. Within text, quotes are escaped: no text can look like this.
 _MEDIA: Final = re.compile(rb'"(?:url|data|image_url|video_url|audio_url|file_url|file_data|b64_json)"[ \t\r\n]*:[ \t\r\n]*"')
 _FORCED: Final = frozenset(("required", "any", "tool", "function", "custom"))
@@ -86,7 +87,8 @@ class Asked:
         """`path`: without a query. `octets`: the whole body."""
         self.path = path
         self.body = body = Body(octets)
-        self.sampling = sampling = body.inner("sampling_params")  # /inference/v1/generate, and SGLang's /generate
+        # /inference/v1/generate, and SGLang's /generate
+        self.sampling = sampling = body.inner("sampling_params") if "sampling_params" in body else None
         if path == _GENERATE and sampling is None and body.raw("sampling_params") is not None:
             raise Refusal("bad_request", "sampling_params is no JSON object", param="sampling_params")
         inner = body if path in _LIMITS else sampling or Body(b"{}")
@@ -96,11 +98,12 @@ class Asked:
         self.max_tokens = self._limit(body, inner)
         self.prompt_kind, self.prompts = self._prompts(body)
         self.tokens = self._tokens(body)  # of the prompt, by estimate
-        self.tool_forced = _forced(body.value("tool_choice"))
+        self.tool_forced = "tool_choice" in body and _forced(body.value("tool_choice"))
         self.prompt_logprobs = self._prompt_logprobs(body, inner)  # the member that asks for them
         self.stateful = body.raw("previous_response_id") is not None or flag(body, "background")
         self.ec = b""  # ec_transfer_params, as encoders answered: P's, or of a D that serves alone
-        self.cleaned = _cleaned(body)  # members that have a connector's own within: what they are without it
+        # members that have a connector's own within: what they are without it
+        self.cleaned = _cleaned(body, sampling) if "vllm_xargs" in body or sampling is not None else {}
 
     @property
     def encoded(self) -> dict[str, bytes]:
@@ -139,13 +142,14 @@ class Asked:
 
     def _tokens(self, body: Body) -> int:
         tokens = 0
-        for name in body.names & _IDS:
+        for name in body.names:
+            if name not in _PROMPTS:
+                continue
             raw = body.raw(name) or b""
             if raw[:1] == b"[" and b'"' not in raw:
-                tokens += raw.count(b",") + 1
-        for name in body.names & _TEXTS:
-            raw = body.raw(name) or b""
-            if raw[:1] != b"[" or b'"' in raw:
+                if name in _IDS:
+                    tokens += raw.count(b",") + 1
+            elif name in _TEXTS:
                 media, octets = _media(raw)
                 tokens += MEDIUM * media + (len(raw) - octets) // OCTETS
         return tokens
@@ -173,6 +177,8 @@ def _media(raw: bytes) -> tuple[int, int]:
 
 def flag(body: Body, name: str) -> bool:
     """A member as pydantic reads a bool; False where it is missing or null. Raises Refusal."""
+    if name not in body:
+        return False
     value = body.value(name)
     if value is None and body.raw(name) is None:
         return False
@@ -184,6 +190,8 @@ def flag(body: Body, name: str) -> bool:
 
 def integer(body: Body, name: str) -> int | None:
     """A member as pydantic reads an int; None where it is missing or null. Raises Refusal."""
+    if name not in body:
+        return None
     value = body.value(name)
     if value is None and body.raw(name) is None:
         return None
@@ -207,12 +215,11 @@ def _forced(choice: object) -> bool:
     return choice in _FORCED if isinstance(choice, str) else False
 
 
-def _cleaned(body: Body) -> dict[str, bytes]:
+def _cleaned(body: Body, sampling: Body | None) -> dict[str, bytes]:
     """vLLM takes these for sampling parameters' extra_args, where kv_transfer_params would be a connector's."""
     cleaned = {}
     if (extra := body.inner("vllm_xargs")) is not None and not OWNED.isdisjoint(extra.names):
         cleaned["vllm_xargs"] = extra.edited(drop=OWNED)
-    sampling = body.inner("sampling_params")
     extra = sampling.inner("extra_args") if sampling is not None else None
     if sampling is not None and extra is not None and not OWNED.isdisjoint(extra.names):
         cleaned["sampling_params"] = sampling.edited({"extra_args": extra.edited(drop=OWNED)})

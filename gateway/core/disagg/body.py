@@ -15,6 +15,7 @@ import msgspec
 from gateway.core.inspection import members
 from gateway.core.jsonbody import Member, values_of
 
+_BLANK: Final = b" \t\r\n"
 NULL: Final = b"null"
 TRUE: Final = b"true"
 FALSE: Final = b"false"
@@ -71,6 +72,8 @@ class Body:
     def edited(self, put: Mapping[str, bytes] = {}, drop: Set[str] = frozenset()) -> bytes:
         """The same octets, with the members of `put` (key -> JSON) in place of the client's own of that name, or behind the
         last member where there is none, and without those that `drop` names. Each key of `put` is there once."""
+        if self._values and drop.isdisjoint(self._values) and put.keys().isdisjoint(self._values):
+            return self._appended(put)
         octets, found, new = memoryview(self.octets), self.members, dict(put)
         if not found:
             opening = self.octets.index(b"{") + 1
@@ -94,6 +97,15 @@ class Body:
         pieces.append(octets[found[-1].end :])
         return b"".join(pieces)
 
+    def _appended(self, put: Mapping[str, bytes]) -> bytes:
+        """The same, where nothing is touched at all: no places are looked for, but the end."""
+        if not put:
+            return self.octets
+        octets, end = memoryview(self.octets), self.octets.rindex(b"}")
+        while octets[end - 1] in _BLANK:
+            end -= 1
+        return b"".join((octets[:end], b", ", _joined(put), octets[end:]))
+
     def _replaced(self, new: dict[str, bytes]) -> bytes:
         """The same, where nothing goes and nothing is there twice: only the places of what is new are touched."""
         octets, found, at = memoryview(self.octets), self.members, 0
@@ -112,7 +124,7 @@ class Body:
 
 
 def _joined(put: Mapping[str, bytes]) -> bytes:
-    return b", ".join(b"%b: %b" % (as_json(key), value) for key, value in put.items())
+    return b", ".join([b"%b: %b" % (as_json(key), value) for key, value in put.items()])
 
 
 def from_json(raw: bytes) -> object:

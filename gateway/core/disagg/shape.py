@@ -44,10 +44,10 @@ _THINKING: Final = b'{"type": "adaptive"}'
 def shaped(asked: Asked, put: Mapping[str, bytes], shape: Shape, *, tool_auto: bool, prompt_logprobs: bool) -> bytes:
     """`put`: the connector's own members. `tool_auto`: a forced tool becomes auto. `prompt_logprobs`: P computes them."""
     path, body = asked.path, asked.body
-    new = {**asked.cleaned, "stream": FALSE}
-    new |= {name: ONE for name in (*_LIMITS, *_PUT.get(path, ())) if name in body or name in _PUT.get(path, ())}
-    if shape.min_tokens:
-        new |= {name: ONE for name in _LEAST if name in body or (name == "min_tokens" and path in _MIN_TOKENS)}
+    new = {**asked.cleaned, **_always(shape, path)}
+    for name in _LIMITS if not shape.min_tokens else _LIMITS + _LEAST:
+        if name in body:
+            new[name] = ONE
     if tool_auto and asked.tool_forced:
         new["tool_choice"] = _TOOLS.get(path, b'"auto"')
     if path == b"/v1/messages" and b'"enabled"' in (body.raw("thinking") or b""):
@@ -60,7 +60,15 @@ def shaped(asked: Asked, put: Mapping[str, bytes], shape: Shape, *, tool_auto: b
     dropped = _dropped(shape, keep_logprobs, path)
     if not shape.first_token and (guided := [name for name in body.names if name.startswith("guided_")]):
         dropped = dropped.union(guided)
-    return body.edited(new | dict(put), dropped)
+    new.update(put)
+    return body.edited(new, dropped)
+
+
+@functools.lru_cache(64)
+def _always(shape: Shape, path: bytes) -> dict[str, bytes]:
+    """Members that are put in, whether the client sent them or not."""
+    put = {"stream": FALSE, **dict.fromkeys(_PUT.get(path, ()), ONE)}
+    return put | {"min_tokens": ONE} if shape.min_tokens and path in _MIN_TOKENS else put
 
 
 @functools.lru_cache(64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from typing import Any, Final
 
 from gateway.core.disagg.body import from_json
@@ -15,7 +16,7 @@ class Sign(enum.Enum):
     RECOMPUTED = enum.auto()  # D dropped it under pressure (stop_reason recomputed, vLLM Ascend): core.disagg.recompute
 
 
-_WORTH: Final = (b'"error"', b'"cache_threshold"', b'"recomputed"', b'"failed"')
+_WORTH: Final = re.compile(b'"(?:error|cache_threshold|recomputed|failed)"')
 # vLLM 0.9 to 0.32 ends a request whose load failed with finish_reason error, worded so by its API server; the generic text is
 # all that it says (kv_load_failure_policy: fail).
 _FAILURES: Final = ("InternalServerError", "internal_server_error", "internal_error", "api_error", "server_error")
@@ -29,7 +30,7 @@ def sign(data: bytes, status: int = 200) -> Sign:
     """
     if status >= 400 and status != 500:
         return Sign.NOTHING
-    if not any(word in data for word in _WORTH):
+    if _WORTH.search(data) is None:
         return Sign.NOTHING
     said = from_json(data)
     if not isinstance(said, dict):
