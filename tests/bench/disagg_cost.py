@@ -1,7 +1,7 @@
 """What a prefill leg costs beside a whole plain request: processor time of the gateway. `python -m tests.bench.disagg_cost`.
 
 Two gateways in front of the same engines, one with a backend, one with a pair (NIXL). They are asked in turn for streams of one
-token, one after the other, so that a machine that drifts touches both alike. What counts is the ratio.
+token, so that a machine that drifts touches both alike: from one connection, and from several at once. The ratio counts.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import selectors
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support import script as s
@@ -59,16 +61,27 @@ async def serve() -> None:
     await loop.create_future()
 
 
-def ask(gateway: Gateway, count: int) -> None:
-    request = s.post()
-    with socket.create_connection((gateway.host, gateway.port)) as client:
-        for _ in range(count):
-            client.sendall(request)
-            got = b""
-            while not got.endswith(s.LAST):
-                piece = client.recv(1 << 16)
-                assert piece, got
-                got += piece
+def ask(gateway: Gateway, count: int, connections: int) -> None:
+    """`count` requests on each of them, one after the other."""
+    request, selector = s.post(), selectors.DefaultSelector()
+    for _ in range(connections):
+        client = socket.create_connection((gateway.host, gateway.port))
+        client.sendall(request)
+        selector.register(client, selectors.EVENT_READ, [count])  # to be answered
+    while selector.get_map():
+        for key, _ in selector.select():
+            client, left = key.fileobj, key.data
+            assert isinstance(client, socket.socket)
+            piece = client.recv(1 << 16)
+            assert piece
+            if not piece.endswith(s.LAST):
+                continue
+            left[0] -= 1
+            if left[0]:
+                client.sendall(request)
+            else:
+                selector.unregister(client)
+                client.close()
 
 
 def used(gateway: Gateway) -> float:
@@ -76,7 +89,7 @@ def used(gateway: Gateway) -> float:
     return sum(int(thread.read_text().split()[0]) for thread in Path(f"/proc/{gateway.pid}/task").glob("*/schedstat")) / 1e3
 
 
-async def compare(count: int, rounds: int) -> None:
+async def compare(count: int, rounds: int, connections: Sequence[int]) -> None:
     engines = subprocess.Popen([sys.executable, "-m", __spec__.name, "--serve"], stdout=subprocess.PIPE, text=True)
     assert engines.stdout is not None
     first, second = (f"http://127.0.0.1:{port}" for port in engines.stdout.readline().split())
@@ -92,16 +105,17 @@ async def compare(count: int, rounds: int) -> None:
             for name, config in configs.items():
                 (own := Path(folder, name)).mkdir()
                 gateways[name] = await Gateway.start(own, config=config)
-                ask(gateways[name], 300)
-            found: dict[str, list[float]] = {name: [] for name in gateways}
-            for _ in range(rounds):
-                for name, gateway in gateways.items():
-                    before = used(gateway)
-                    ask(gateway, count)
-                    found[name].append((used(gateway) - before) / count)
-            plain, both = (statistics.median(values) for values in found.values())
-            print(f"plain: {plain:.0f} microseconds a request; a pair: {both:.0f}")
-            print(f"a prefill leg adds {(both - plain) / plain:.2f} times a plain request")
+                ask(gateways[name], 300, 1)
+            for several in connections:
+                found: dict[str, list[float]] = {name: [] for name in gateways}
+                for _ in range(rounds):
+                    for name, gateway in gateways.items():
+                        before = used(gateway)
+                        ask(gateway, count // several, several)
+                        found[name].append((used(gateway) - before) / (count // several * several))
+                plain, both = (statistics.median(values) for values in found.values())
+                print(f"{several} at once: plain {plain:.0f} microseconds a request, a pair {both:.0f}: ", end="")
+                print(f"a prefill leg adds {(both - plain) / plain:.2f} times a plain request")
             for gateway in gateways.values():
                 gateway.stop()
     finally:
@@ -112,7 +126,8 @@ async def compare(count: int, rounds: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=2000, help="in each round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--connections", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    asyncio.run(serve() if given.serve else compare(given.requests, given.rounds))
+    asyncio.run(serve() if given.serve else compare(given.requests, given.rounds, given.connections))

@@ -102,7 +102,7 @@ class Pairs:
         settings = call.policy.pairs
         assert settings is not None
         fleet = self.means.fleet
-        while not self._can_serve(call) and call.aim is not None and call.aim.go_on(call):
+        while call.aim is not None and not self._can_serve(call) and call.aim.go_on(call):
             pass  # an alias' next model
         asked = Asked(route.path, upload.held)
         others = self.unnamed(call) if settings.named else []
@@ -249,7 +249,7 @@ class Pairs:
     def _bypass(self, call: Call, asked: Asked, settings: PairSettings) -> str | None:
         """Why one backend is to serve it alone. Raises Refusal."""
         fleet = self.means.fleet
-        if not all(fleet.of(role, call).routable for role in ("prefill", "decode")) and fleet.serves_whole(call):
+        if fleet.serves_whole(call) and not all(fleet.of(role, call).routable for role in ("prefill", "decode")):
             return "no_pair"  # and what its connector cannot hand over is no matter
         bypass = settings.connector.judge(asked)
         if bypass is not None:
