@@ -48,6 +48,8 @@ class Samples(list[tuple[str, dict[str, str], float]]):
 
 
 class Gateway:
+    patience = ORDINARY  # seconds for an answer, where nobody says another number: more where the machine is busy elsewhere
+
     def __init__(self, process: subprocess.Popen[bytes], folder: Path, config_path: Path | None) -> None:
         self.process, self.folder, self.config_path = process, folder, config_path
         self.scheme, self.host, self.port = "http", "127.0.0.1", 0
@@ -130,18 +132,18 @@ class Gateway:
     async def connect(self, **options: Any) -> RawClient:
         return await RawClient.connect(self.host, self.port, **options)
 
-    async def ask(self, request: bytes | None = None, *, timeout: float = ORDINARY) -> Message:
+    async def ask(self, request: bytes | None = None, *, timeout: float | None = None) -> Message:
         """One request on a connection of its own."""
         client = await self.connect()
         try:
-            return await client.ask(request, timeout=timeout)
+            return await client.ask(request, timeout=timeout or self.patience)
         finally:
             client.fin()
 
-    async def admin(self, request: bytes, *, timeout: float = ORDINARY) -> Message:
+    async def admin(self, request: bytes, *, timeout: float | None = None) -> Message:
         client = await RawClient.connect(self.admin_host, self.admin_port)
         try:
-            return await client.ask(request, timeout=timeout)
+            return await client.ask(request, timeout=timeout or self.patience)
         finally:
             client.fin()
 
@@ -154,9 +156,9 @@ class Gateway:
     async def metric(self, name: str, **labels: str) -> float:
         return (await self.metrics()).value(name, **labels)
 
-    async def idle(self, timeout: float = ORDINARY) -> None:
+    async def idle(self, timeout: float | None = None) -> None:
         """Wait until nothing is in flight."""
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(timeout or self.patience):
             while await self.metric("tokenpipe_requests_in_flight"):
                 await asyncio.sleep(0.02)
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support import script as s
+from tests.support.client import RawClient
 from tests.support.gateway import Gateway
 from tests.support.messages import Message
 from tests.vllm.test_real import Engine
@@ -96,6 +97,7 @@ async def pair(start_gateway: Callable[..., Awaitable[Gateway]]) -> AsyncIterato
     disaggregation = {"connector": "nixl", "admission_grace": 20, "prefill_grace": 20, "release_cap": 16}
     config = {"listen": place, "admin": {"listen": place}, "health": {"interval": 60}, "backends": listed}
     found = Pair(prefill, decode, await start_gateway(config=json.dumps({**config, "disaggregation": disaggregation})))
+    found.gateway.patience = SLOW  # two engines leave it little of two cores
     await found.at_rest()
     before = await found.expired()
     yield found
@@ -124,16 +126,15 @@ async def test_the_text_of_one_engine(pair: Pair, path: str, stream: bool) -> No
     print(f"pair: {path}, {'stream' if stream else 'whole'}: {took:.2f} s for 32 tokens, text as of one engine")
 
 
-async def left(pair: Pair, count: int, phase: str, moment: Callable[[int], Awaitable[None]], *, stream: bool) -> dict[str, int]:
-    """So many leave, each at its moment; five together, of which none waits for another's."""
-    slowest = 0.0
-    for number in range(count):
-        client = await pair.gateway.connect()
+async def leavers(pair: Pair, count: int, *, stream: bool) -> list[RawClient]:
+    clients = [await pair.gateway.connect() for _ in range(count)]
+    for client in clients:
         await client.send(ask(CHAT, stream, 100, 1400))
-        await moment(number)
-        client.reset()
-        if number % 5 == 4:
-            slowest = max(slowest, await pair.at_rest())
+    return clients
+
+
+async def after(pair: Pair, phase: str, slowest: float, *, stream: bool) -> dict[str, int]:
+    """Where those who have left stood; whoever comes now is served as ever."""
     samples = await pair.gateway.metrics()
     phases = {labels["phase"]: int(v) for n, labels, v in samples if n == "tokenpipe_pd_aborts_total" and v}
     released = {labels["result"]: int(v) for n, labels, v in samples if n == "tokenpipe_pd_release_total" and v}
@@ -148,23 +149,55 @@ async def left(pair: Pair, count: int, phase: str, moment: Callable[[int], Await
 async def test_leaving_during_prefill(pair: Pair, stream: bool) -> None:
     """And as it answers: some tenths of a second after the request."""
 
-    async def moment(number: int) -> None:
-        await asyncio.sleep(chance.uniform(0, 0.3))
+    slowest = 0.0
+    for _ in range(5):
+        for _ in range(5):
+            (client,) = await leavers(pair, 1, stream=stream)
+            await asyncio.sleep(chance.uniform(0, 0.3))
+            client.reset()
+        slowest = max(slowest, await pair.at_rest())
+    assert (await after(pair, "prefill", slowest, stream=stream))["prefill"]
 
-    assert (await left(pair, 25, "prefill", moment, stream=stream))["prefill"]
+
+@contextlib.asynccontextmanager
+async def busy(engine: Engine) -> AsyncIterator[None]:
+    """While it has no place for anybody else: more streams than it runs at once, asked without the gateway."""
+    clients: list[RawClient] = []
+    try:
+        async with asyncio.timeout(SLOW):
+            while not (await engine.metrics("num_requests_waiting"))[0]:
+                clients.append(await engine.connect())
+                await clients[-1].send(ask(CHAT, True, 1500, 100))
+                assert len(clients) < 100, "it runs a hundred at once: start it as serve.sh does (--max-num-seqs 16)"
+        yield
+    finally:
+        for client in clients:
+            client.reset()
 
 
 @STREAMED
 async def test_leaving_before_the_first_octet(pair: Pair, stream: bool) -> None:
-    """Decode has been asked, and fetches."""
+    """Decode has been asked: some leave while it has no place for them, and some while it fetches, if they hit that."""
+    slowest = 0.0
+    for batch in range(1, 3):
+        async with busy(pair.decode):
+            clients = await leavers(pair, 5, stream=stream)
+            await counted(pair, "tokenpipe_pd_handoff_seconds_count", 5 * batch)
+            before = await pair.gateway.metric("tokenpipe_pd_aborts_total")
+            for client in clients[:3]:
+                client.reset()
+            await counted(pair, "tokenpipe_pd_aborts_total", before + 3)
+        for client in clients[3:]:
+            await asyncio.sleep(chance.uniform(0, 0.2))
+            client.reset()
+        slowest = max(slowest, await pair.at_rest())
+    assert (await after(pair, "wait", slowest, stream=stream))["wait"] >= 6
 
-    async def moment(number: int) -> None:
-        async with asyncio.timeout(SLOW):
-            while await pair.gateway.metric("tokenpipe_pd_handoff_seconds_count") <= number:
-                await asyncio.sleep(0.005)
-        await asyncio.sleep(chance.uniform(0, 0.2))
 
-    assert (await left(pair, 10, "wait", moment, stream=stream))["wait"]
+async def counted(pair: Pair, name: str, count: float) -> None:
+    async with asyncio.timeout(SLOW):
+        while await pair.gateway.metric(name) < count:
+            await asyncio.sleep(0.05)
 
 
 @EACH
@@ -182,9 +215,7 @@ async def test_leaving_mid_stream(pair: Pair, path: str) -> None:
 
 async def test_ten_leave_at_once(pair: Pair) -> None:
     """As prefill runs ten: some computed, some queued, some in hand."""
-    clients = [await pair.gateway.connect() for _ in range(10)]
-    for client in clients:
-        await client.send(ask(CHAT, True, 200, 1400))
+    clients = await leavers(pair, 10, stream=True)
     await asyncio.sleep(chance.uniform(0.1, 0.6))
     for client in clients:
         client.reset()
