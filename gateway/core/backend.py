@@ -199,22 +199,36 @@ class Backend:
 
     def failed(self, now: float) -> None:
         """An exchange failed, by the backend's fault."""
-        self.breaker.failed(now)
-        self.penalty.failed(now)
-        if self.breaker.state is _OPEN:
-            self.penalty.value = 0.0  # it gets nothing, and then one trial
+        self.doubted(now)
+        self.judged(now, at_fault=True)
 
     def answered(self, status: int, now: float) -> None:
         """An exchange came to an end that was the backend's own choice. That it is full, or an error of its own, is no reason
         to eject it, nor to prefer it."""
-        closes = self.breaker.state is _HALF_OPEN
-        self.breaker.succeeded()
-        if closes:
-            self.caution.returned(now)
+        self._spoke(now)
         if status == 429 or status >= 500:
             self.penalty.failed(now)
         else:
             self.penalty.succeeded()
+
+    def _spoke(self, now: float) -> None:
+        closes = self.breaker.state is _HALF_OPEN
+        self.breaker.succeeded()
+        if closes:
+            self.caution.returned(now)
+
+    def doubted(self, now: float) -> None:
+        """It has answered with an error that may be its own fault, or what any other would have answered: for now it costs it
+        load. To be `judged` by what the next one makes of the same request."""
+        self.penalty.failed(now)
+
+    def judged(self, now: float, *, at_fault: bool) -> None:
+        if not at_fault:
+            self._spoke(now)
+        else:
+            self.breaker.failed(now)
+            if self.breaker.state is _OPEN:
+                self.penalty.value = 0.0  # it gets nothing, and then one trial
 
     def lease(self, tokens: int = 0, now: float = 0.0, stream: bool = False) -> Lease:
         """For one exchange, whose prompt has about so many tokens, and which asks for a stream."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.core.admission import Quotas
 from gateway.core.affinity import Keys
+from gateway.core.backend import Backend
 from gateway.core.dialects import DEFAULT, Dialect
 from gateway.core.exchange import Exchange
 from gateway.core.hedging import Hedge
@@ -94,6 +95,7 @@ class Call(Leg):
     asked: Upload | None = None  # the request's body, where its stream may be gone on with elsewhere
     repeated = 0  # of its attempts, those that were one made again, whose kept connection proved stale
     hedged = False  # a second attempt has been made beside the first
+    doubted: tuple[Backend, ...] = ()  # who answered one leg with an error, for which another one is tried
     judged = False  # what its answer says of its backend has been taken in already
     relay: Relay | Tunnel | None = None
     paired: Paired | None = None  # the pair of legs that serves it, where it is disaggregated

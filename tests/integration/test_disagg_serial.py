@@ -209,9 +209,10 @@ async def test_another_prefill_after_an_error(start_gateway: Start, status: int)
     async with engines(2) as (ps, (d,), ledger):
         for p in ps:
             p.script = s.in_turn(bad, prefill(ledger))
-        gateway = await start_gateway(config=config(ps, [d]))
+        gateway = await start_gateway(config=config(ps, [d], breaker={"failures": 1}))
         first = await gateway.ask()
         assert (first.status, first.get("retry-after"), first.body) == (status, "7", b'{"error": "mine"}')
+        assert {b["breaker"] for b in await states(gateway)} == {"closed"}  # it is the request's fault
         assert [len(p.requests) for p in ps] == [1, 1]
         assert ps[0].requests[0].get("x-request-id") != ps[1].requests[0].get("x-request-id")
         assert not d.requests
@@ -222,8 +223,8 @@ async def test_another_prefill_after_an_error(start_gateway: Start, status: int)
 
 @pytest.mark.parametrize("status", [500, 429])
 async def test_17_19_the_other_prefill_serves(start_gateway: Start, status: int) -> None:
-    """One more call, under a new id, and the client knows nothing of it. It counts against the one that failed: by its load,
-    not by its breaker, which is for what says nothing (deploy/health.md)."""
+    """One more call, under a new id, and the client knows nothing of it. It counts against the one that failed, by its breaker,
+    as another one did what it could not; who is full has done nothing wrong (deploy/health.md)."""
     async with engines(2) as ((bad, good), (d,), ledger):
         bad.script = s.reply(status, b"{}", [s.JSON_TYPE, ("retry-after", "0")])
         gateway = await start_gateway(config=config([bad, good], [d], breaker={"failures": 1}))
@@ -240,7 +241,9 @@ async def test_17_19_the_other_prefill_serves(start_gateway: Start, status: int)
         for _ in range(5):
             assert (await gateway.ask()).status == 200
         assert len(bad.requests) == 1
-        assert {b["breaker"] for b in await states(gateway)} == {"closed"}
+        found = {b["name"]: b["breaker"] for b in await states(gateway)}
+        assert found.pop(f"127.0.0.1:{bad.port}") == ("open" if status == 500 else "closed")
+        assert set(found.values()) == {"closed"}
         await at_rest(gateway, ledger, bad, good, d)
 
 

@@ -31,7 +31,7 @@ _THEIR_FAULT = frozenset(("upstream_connect", "upstream_reset", "upstream_malfor
 
 class LegFailed(Exception):
     """One leg of an attempt did. `response`: the error that it answered with, which may be relayed; else `cause` says what.
-    `leg`: that the response is on, where it is an encoder's; whoever catches this ends it."""
+    `leg`: that the response is on, where it is an encoder's; whoever catches this ends it. `doubted`: `Means.turned_down`."""
 
     def __init__(
         self,
@@ -40,11 +40,13 @@ class LegFailed(Exception):
         cause: Refusal | None = None,
         response: ResponseHead | None = None,
         leg: Leg | None = None,
+        doubted: bool = False,
     ):
         super().__init__(side)
         if cause is not None:
             forget(cause)
         self.side, self.backend, self.cause, self.response, self.leg = side, backend, cause, response, leg
+        self.doubted = doubted
 
     @property
     def word(self) -> str:
@@ -73,6 +75,21 @@ class Means(NamedTuple):
         connection = None if fresh else connections.take()
         self.observer.connection(connections.origin.name, reused=connection is not None)
         return connection or await self.attempts.connect(call, connections, call.policy.timeouts.connect)
+
+    def turned_down(self, backend: Backend, response: ResponseHead) -> bool:
+        """What an error says of the engine that answered with it. Returns whether that is to be seen yet (pd.md 7, case 17): a
+        5xx that no other engine answers with is its own fault, one that all answer with is the request's."""
+        if self.attempts.rest(backend, response) is None and response.status >= 500:
+            backend.doubted(time.monotonic())
+            return True
+        backend.answered(response.status, time.monotonic())
+        return False
+
+    def judge(self, call: Call, *, at_fault: bool) -> None:
+        """All who were doubted: another one has served, or nobody has."""
+        doubted, call.doubted = call.doubted, ()
+        for backend in doubted:
+            backend.judged(time.monotonic(), at_fault=at_fault)
 
     def blame(self, exchange: Exchange, backend: Backend, failure: Refusal) -> None:
         """What a leg's failure says of its backend."""

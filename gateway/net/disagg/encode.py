@@ -116,9 +116,8 @@ async def _outcome(means: Means, call: Call, paired: Paired, leg: Leg, request: 
         assert leg.connections is not None
         connection, response = await sent(means, call, leg, leg.connections, octets)
         if response.status >= 400:
-            if response.status in AGAIN:
-                means.attempts.turned_down(backend, response)
-            return LegFailed("encode", backend, response=response, leg=leg)
+            doubted = response.status in AGAIN and means.turned_down(backend, response)
+            return LegFailed("encode", backend, response=response, leg=leg, doubted=doubted)
         if response.status != 200:  # no answer for a client
             raise HandoffMissing(f"the encoder {backend.name} answered with {response.status}; expected 200")
         page = Page(connection, response)

@@ -186,7 +186,12 @@ class Pairs:
             self._learning.forget(paired.pair.prefill)
         if isinstance(failed.cause, HandoffMissing) and failed.cause.early:
             self._learning.cap(failed.backend.name)
-        return another(self.means, call, failed, tried)
+        if failed.doubted:
+            call.doubted += (failed.backend,)
+        again = another(self.means, call, failed, tried)
+        if not again:
+            self.means.judge(call, at_fault=False)
+        return again
 
     def _over(self, call: Call, paired: Paired, failed: LegFailed) -> None:
         if failed.leg is not None:
@@ -197,7 +202,10 @@ class Pairs:
         """Raises LegFailed, Refusal, EngineRefused."""
         call.exchange.attempts += 1
         await encode(self.means, call, paired, tried.get("encode", ()))
-        return await self._legs(call, paired, tried["decode"])
+        response = await self._legs(call, paired, tried["decode"])
+        if call.doubted:
+            self.means.judge(call, at_fault=response.status < 500)
+        return response
 
     async def _encoded(self, call: Call, paired: Paired, tried: Tried) -> None:
         """The encoders' stage before one backend that does all else. Raises LegFailed, Refusal."""

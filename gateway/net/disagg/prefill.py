@@ -48,9 +48,8 @@ async def prefill(means: Means, call: Call, paired: Paired, given: bytes = b"", 
             raise refused from None
         raise LegFailed("prefill", backend, failure) from None
     if response is not None:
-        if response.status in AGAIN:
-            means.attempts.turned_down(backend, response)
-        raise LegFailed("prefill", backend, response=response)
+        doubted = response.status in AGAIN and means.turned_down(backend, response)
+        raise LegFailed("prefill", backend, response=response, doubted=doubted)
 
 
 async def _ask(means: Means, call: Call, paired: Paired, request: Request, leg: Leg) -> ResponseHead | None:
