@@ -31,7 +31,7 @@ URLS = tuple(os.environ.get(f"VLLM_{role}_URL", "").rstrip("/") for role in ("PR
 TOLD = ("tokenpipe_pd_aborts_total", "tokenpipe_pd_release_total", "tokenpipe_pd_stranded_total")
 LEASE = float(os.environ.get("KV_LEASE") or 30)  # seconds, of the engines
 FREED = LEASE - 5
-SLOW = 60.0
+SLOW = 120.0  # an answer of 32 tokens has taken 50 s where others used the cores, too
 
 pytestmark = [
     pytest.mark.vllm,
