@@ -192,7 +192,7 @@ async def test_34_engines_that_do_not_survive_an_abort(start_gateway: Start, bod
 
 async def test_34_after_a_probe(start_gateway: Start) -> None:
     """How the probe's answer began is not how decode's does, which has not come yet."""
-    async with engines() as ((p,), (d,), ledger):
+    async with engines() as ((p,), (d,), _):
         gone, head = asyncio.Event(), s.Held(s.SSE_HEAD)
         missed = s.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "cache_threshold"}]})
 
