@@ -538,4 +538,9 @@ class Downstream(RequestHandler, _Tuned):
         else:
             transport.close()
             if transport.get_write_buffer_size():
-                self._loop.call_later(CUT_MOST, transport.abort)
+                self._loop.call_later(CUT_MOST, self._cut_off)
+
+    def _cut_off(self) -> None:
+        """It has had its time to take what was buffered; if it has, asyncio's transport bears no second end."""
+        if self.transport is not None:
+            self.transport.abort()

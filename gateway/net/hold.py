@@ -73,6 +73,11 @@ class Hold:
         # nothing has been generated that anybody has seen, and nothing goes on being generated
         self.done.set_exception(UpstreamFailed(code, f"the backend {self._connection.pool.origin.name} {what}", unsent=True))
 
+    @property
+    def answered(self) -> bool:
+        """It is known how the stream begins."""
+        return self.done.done()
+
     def fail(self, failure: Refusal) -> None:
         """Wait no longer, for a reason of ours."""
         if not self.done.done():

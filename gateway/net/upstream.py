@@ -226,6 +226,11 @@ class Connection(Lane):
         return octets > LARGE and self._sock is not None and sockets.unsent(self._sock) > 0
 
     @property
+    def answered(self) -> bool:
+        """The response's head has come, or it is known that none will."""
+        return self._head is not None and self._head.done()
+
+    @property
     def quiet(self) -> bool:
         """Nothing has arrived on it just now, not even its end."""
         return self._quiet is not None and self._quiet()

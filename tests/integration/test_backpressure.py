@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -304,3 +305,30 @@ async def test_a_stalled_client_is_cut_and_its_upstream_told(
     assert await gateway.metric("tokenpipe_write_buffer_bytes") == 0
     answers = await asyncio.gather(*(client.read_response(timeout=5) for client in clients))
     assert not any(a.complete for a in answers)
+
+
+async def test_a_cut_client_that_takes_the_rest(
+    start_gateway: Callable[..., Awaitable[Gateway]], upstream: RawUpstream, tmp_path: Path
+) -> None:
+    """Its connection is closed once it has taken what was buffered, and not once more when its time for that is over; also
+    where there is no uvloop, whose transports bear that."""
+    inside = "import sys; sys.modules['uvloop'] = None; sys.path.insert(0, '.')\n"
+    inside += "from gateway.net import downstream; downstream.CUT_MOST = 1.0\n"
+    (tmp_path / "sitecustomize.py").write_text(inside)
+    gateway = await start_gateway(backends=[upstream.url], environment={"PYTHONPATH": str(tmp_path)})
+
+    async def cut(wire: HttpWire, request: Message) -> None:
+        await wire.send(s.SSE_HEAD + s.chunk(s.delta("y" * 1000)) * request.json()["max_tokens"])
+        wire.fin()
+
+    upstream.script = cut
+    sizes = range(20, 180, 10)  # kilobytes: some are more than the kernel takes, and less than what the upstream waits for
+    clients = [await gateway.connect(receive_buffer=4096) for _ in sizes]
+    await asyncio.gather(*(c.send(s.post({**s.CHAT, "max_tokens": n})) for c, n in zip(clients, sizes, strict=True)))
+    await asyncio.sleep(0.3)
+    for client in clients:
+        await client.wait_closed()
+        client.fin()
+    await gateway.logged(len(sizes), outcome="upstream_reset")
+    await asyncio.sleep(1.2)
+    gateway.check_tidy()

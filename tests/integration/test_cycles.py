@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.disagg.test_recompute import ASKED, Engine
 from tests.support import pairs, upstream
 from tests.support import script as s
 from tests.support.disagg import CHAT, mocks
 from tests.support.gateway import Gateway
+from tests.support.messages import HttpWire, Message
 
 Start = Callable[..., Awaitable[Gateway]]
 COUNT = 40
@@ -94,3 +96,31 @@ async def test_a_pair_that_fails(start_gateway: Start, inside: dict[str, str], s
         gateway = await start_gateway(config=config, environment=inside)
         found = (await gateway.ask()).status
         assert await left_by(gateway, Path(inside["CYCLES"]), s.post(), found) == {}
+
+
+@pytest.mark.parametrize("status", [200, 400])
+async def test_a_pair_that_goes_on(start_gateway: Start, inside: dict[str, str], status: int) -> None:
+    """An answer that is dropped, and goes on; or the request for its rest is refused, and it ends so."""
+    async with pairs.engines(1, 2) as (ps, ds, ledger):
+        for engine in ds:
+            engine.script = resumed(ledger, status)
+        config = pairs.config(ps, ds, disaggregation={"recompute": "resume"}, retry={"budget": 1.0})
+        gateway = await start_gateway(config=config, environment=inside)
+        assert await left_by(gateway, Path(inside["CYCLES"]), s.post({**ASKED, "stream": True})) == {}
+        result = "done" if status == 200 else "failed"
+        assert await gateway.metric("tokenpipe_pd_resumed_total", result=result) > COUNT
+
+
+def resumed(ledger: pairs.Ledger, status: int) -> s.Script:
+    dropping, whole = Engine(ledger, *[2] * 1000), Engine(ledger)
+
+    async def script(wire: HttpWire, request: Message) -> None:
+        if not request.json().get("continue_final_message"):
+            await dropping.script(wire, request)
+        elif status == 200:
+            await whole.script(wire, request)
+        else:
+            ledger.fetch(request)
+            await s.reply(status, b"{}")(wire, request)
+
+    return script

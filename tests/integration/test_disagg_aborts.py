@@ -190,6 +190,33 @@ async def test_34_engines_that_do_not_survive_an_abort(start_gateway: Start, bod
         assert samples.value("tokenpipe_pd_stranded_total") == 0
 
 
+async def test_34_after_a_probe(start_gateway: Start) -> None:
+    """How the probe's answer began is not how decode's does, which has not come yet."""
+    async with engines() as ((p,), (d,), _):
+        gone, head = asyncio.Event(), s.Held(s.SSE_HEAD)
+        missed = s.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "cache_threshold"}]})
+
+        async def probed(wire: HttpWire, request: Message) -> None:
+            if request.json()["cache_hit_threshold"]:
+                await s.stream(missed, s.DONE)(wire, request)
+            else:
+                await gone.wait()
+                await head(wire, request)
+
+        d.script = probed
+        flags = {"connector": "shared_storage", "abort_unsafe": True}
+        gateway = await start_gateway(config=config([p], [d], disaggregation=flags))
+        await leave(gateway, s.CHAT, lambda: d.wait_requests(2))
+        await gateway.logged(outcome="client_gone")
+        gone.set()
+        wire = await head.wire()
+        await asyncio.sleep(0.3)
+        assert not wire.ended and await gateway.metric("tokenpipe_pd_release_inflight") == 1
+        await wire.send(s.chunk(OUTPUT[0]))
+        await wire.wait_closed(timeout=2)
+        assert await gateway.metric("tokenpipe_pd_release_total", result="detached") == 1
+
+
 @pytest.mark.parametrize("how", ["hang", "reset"])
 async def test_a_decode_that_never_fetches_is_counted(start_gateway: Start, how: str) -> None:
     async with engines() as ((p,), (d,), ledger):

@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 
-from gateway.core.head import parse_request
+from gateway.core.dialects import DEFAULT
+from gateway.core.exchange import Exchange
+from gateway.core.head import ResponseHead, parse_request
+from gateway.core.outcome import Outcome
 from gateway.core.retry import Retries, RetrySettings
 from gateway.errors import UpstreamFailed
 from gateway.net import body
 from gateway.net.attempts import Attempts
 from gateway.net.call import Upload
+from gateway.net.hold import Hold
+from gateway.net.legs import Leg
+from gateway.net.promise import Promise
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import ConnectionPool
 from gateway.net.watch import Timeouts
@@ -68,4 +74,34 @@ async def test_only_a_body_that_is_kept_is_sent_once_more(
         with pytest.raises(BlockingIOError):
             listener.accept()
     await tasks.stop()
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.TIMEOUT_FIRST_BYTE, Outcome.TIMEOUT_TOTAL])
+@pytest.mark.parametrize("held", [False, True])
+async def test_a_deadline_in_the_step_in_which_an_answer_comes(
+    pool: ConnectionPool, listener: socket.socket, outcome: Outcome, held: bool  # noqa: F811
+) -> None:
+    """What has come has come in time: its connection is not dropped, which would cut it, and accuse its backend of that."""
+    connection, theirs = await kept(pool, listener)
+    head: Promise[ResponseHead] = Promise()
+    connection.send_for(head, b"GET / HTTP/1.1\r\n\r\n", b"GET")
+    event = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+    answer = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + event
+    theirs.sendall(answer)
+    response = await head
+    call: Any = Leg(Exchange("q", "c", "POST", "/", 0.0))
+    call.connection, call.paired, call.others = connection, None, ()
+    call.policy = types.SimpleNamespace(timeouts=Timeouts(first_byte=1, total=1))
+    call.exchange.sent = 0.0
+    if held:
+        call.hold = Hold(connection, response, DEFAULT)
+    silent: list[Any] = [Silent()] * 7
+    attempts = Attempts(*silent)
+    attempts.expired(call, outcome)
+    assert not connection.lost and connection.pending == event
+    if held:
+        assert await call.hold.done is None
+    connection.drop()
+    theirs.close()
     await asyncio.sleep(0)

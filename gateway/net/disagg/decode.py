@@ -88,6 +88,7 @@ async def _head(
     while True:
         call.connection = connection
         answer = paired.answer = Promise()
+        paired.opening = None  # that of a probe's answer
         connection.send_for(answer, octets, b"POST")
         means.watch.begin(call, time.monotonic())
         try:

@@ -127,6 +127,8 @@ async def _answers(pairs: Pairs, call: Call, relay: SeamedRelay, aside: Call, wa
                     break
     except (Refusal, EngineRefused):
         pass
+    finally:
+        aside.paired = None  # which may hold it
     if not answers:
         pairs.end(aside, paired)
     return answers
