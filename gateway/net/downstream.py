@@ -31,6 +31,7 @@ from gateway.core.head import Malformed, RequestHead
 from gateway.core.headers import Peer, forwarding
 from gateway.errors import Refusal
 from gateway.net import sockets
+from gateway.net.deadline import NO_MORE, put_off
 
 if TYPE_CHECKING:
     from gateway.net.call import Call
@@ -371,18 +372,22 @@ class Downstream(RequestHandler, _Tuned):
 
     def _arm_header_timer(self) -> None:
         if self._settings.header_timeout > 0:
-            self._header_timer = self._loop.call_later(self._settings.header_timeout, self._header_late)
+            seconds = self._settings.header_timeout
+            self._header_timer = self._loop.call_later(seconds, self._header_late, time.monotonic() + seconds)
 
     def _disarm_header_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
 
-    def _header_late(self) -> None:
-        self._header_timer = None
+    def _header_late(self, due: float) -> None:
+        seconds = self._settings.header_timeout
+        more = put_off(due, seconds)
+        self._header_timer = self._loop.call_later(more, self._header_late, NO_MORE) if more else None
+        if more:
+            return
         if self.reader.begun:
             self._discard = True
-            seconds = self._settings.header_timeout
             late = Refusal(
                 "request_timeout", f"the request head did not come whole within {seconds:g} s (timeouts.request_header)"
             )
