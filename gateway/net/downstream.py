@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import resource
 import socket
 import time
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 IN_A_ROW = 16  # requests of one client that are served before others have a turn
 DESCRIPTORS_KEPT = 32  # for listeners, probes, the admin listener and its clients
+TELL_AGAIN = 60.0  # seconds between lines of the log about them
 AHEAD_MOST = 65536  # octets that a client may send ahead of their turn before it is no longer read
 BODY_BUFFER = 65536  # octets of a body that wait for their reader before the client is no longer read
 LINGER_MOST = 10.0  # seconds; interface.md section 4
@@ -113,10 +115,21 @@ class Server(web.Server):
         self.crowded = False  # there are more clients than there may soon be descriptors for
         # each may come to need a second descriptor, for its backend
         self._most = max((resource.getrlimit(resource.RLIMIT_NOFILE)[0] - DESCRIPTORS_KEPT) // 2, 1)
+        self._told = -math.inf
 
     def came(self, client: Downstream) -> None:
         self.clients.add(client)
-        self.crowded = len(self.clients) > self._most
+        if len(self.clients) > self._most:
+            self.crowded = True
+            self._tell()
+
+    def _tell(self) -> None:
+        """Those whom the kernel turns away for lack of a descriptor are in no other line, and in no figure."""
+        now = time.monotonic()
+        if now - self._told >= TELL_AGAIN:
+            self._told = now
+            most = "more than %d clients are connected: there may be no descriptors for others (LimitNOFILE, ulimit -n)"
+            log.warning(most, self._most)
 
     def left(self, client: Downstream) -> None:
         self.clients.discard(client)
