@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 IN_A_ROW = 16  # requests of one client that are served before others have a turn
 DESCRIPTORS_KEPT = 32  # for listeners, probes, the admin listener and its clients
+DESCRIPTORS_LAST = 8  # of them no client has for longer than it takes to close it: or nobody could ask whether we live
 TELL_AGAIN = 60.0  # seconds between lines of the log about them
 AHEAD_MOST = 65536  # octets that a client may send ahead of their turn before it is no longer read
 BODY_BUFFER = 65536  # octets of a body that wait for their reader before the client is no longer read
@@ -114,7 +115,9 @@ class Server(web.Server):
         self.clients: set[Downstream] = set()
         self.crowded = False  # there are more clients than there may soon be descriptors for
         # each may come to need a second descriptor, for its backend
-        self._most = max((resource.getrlimit(resource.RLIMIT_NOFILE)[0] - DESCRIPTORS_KEPT) // 2, 1)
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = max((descriptors - DESCRIPTORS_KEPT) // 2, 1)
+        self.last = descriptors - DESCRIPTORS_LAST
         self._told = -math.inf
 
     def came(self, client: Downstream) -> None:
@@ -218,6 +221,8 @@ class Downstream(RequestHandler, _Tuned):
             self.address = name[0]
             self.peer = Peer(self.address.encode(), self.server.scheme)
         self._arm_header_timer()
+        if self.server.crowded and self.sock is not None and self.sock.fileno() >= self.server.last:
+            transport.abort()  # type: ignore[attr-defined]  # the lowest free descriptor is taken: hardly any is left
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.gone_at = time.monotonic()

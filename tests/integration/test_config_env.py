@@ -189,6 +189,26 @@ async def test_few_descriptors_from_the_start(start_gateway: Start, upstream: Ra
     assert sum("16 clients are connected" in line for line in gateway.lines()) == 1  # once, not for each
 
 
+async def test_clients_leave_descriptors_to_operators(start_gateway: Start, upstream: RawUpstream) -> None:
+    """More of them than there may ever be descriptors for, who say nothing and stay: the admin listener is not theirs."""
+    gateway = await start_gateway(config={}, backends=[upstream.url], descriptors=64)
+    clients = [await gateway.connect() for _ in range(100)]
+    async with asyncio.timeout(10):
+        while not any("clients are connected" in line for line in gateway.lines()):
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.2)
+    for _ in range(3):
+        assert (await gateway.admin(s.get("/livez"))).status == 200
+    assert gateway.fds() < 64
+    for client in clients:
+        client.reset()
+    async with asyncio.timeout(10):
+        status = 0
+        while status != 200:
+            with contextlib.suppress(Closed, ConnectionError):
+                status = (await gateway.ask()).status
+
+
 def _cpu(pid: int) -> float:
     """Seconds of processor time."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
