@@ -2,25 +2,26 @@
 
 A process that is stopped, starved of its processor, or on a machine that is paused finds all its timers over when it goes on,
 and runs them before it reads what its sockets hold. Who answered in time would be told to be late, and engines that are well
-be ejected, all at once. So a deadline that is noticed late is put off, once, by as much as it was late (`put_off`).
+be ejected, all at once. So a deadline that is noticed late is put off a little (`put_off`), and again where that is noticed
+late, too; but not for ever, as on a machine that is always late nothing would end.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from types import TracebackType
 
 LATE = 0.1  # seconds; a timer that is later than that was held up
-PUT_OFF_MOST = 5.0  # seconds
-NO_MORE = math.inf  # as `due`: it has been put off already
+PUT_OFF_MOST = 1.0  # seconds
+TIMES_MOST = 3
 
 
-def put_off(due: float, seconds: float) -> float:
-    """What to add to a deadline of `seconds` that was over at `due`, when its timer runs; 0: it is over."""
+def put_off(due: float, seconds: float, times: int) -> float:
+    """What to add to a deadline of `seconds` that was over at `due`, when its timer runs, and that has been put off so many
+    times; 0: it is over."""
     late = time.monotonic() - due
-    return min(late, max(seconds, LATE), PUT_OFF_MOST) if late > LATE else 0.0
+    return min(late, max(seconds, LATE), PUT_OFF_MOST) if late > LATE and times < TIMES_MOST else 0.0
 
 
 class Deadline:
@@ -38,10 +39,10 @@ class Deadline:
         self._task, self._cancelling, self._over, self._seconds = task, task.cancelling(), False, seconds
         self._timer = loop.call_later(seconds, self._pass, time.monotonic() + seconds)
 
-    def _pass(self, due: float) -> None:
-        more = put_off(due, self._seconds)
+    def _pass(self, due: float, times: int = 0) -> None:
+        more = put_off(due, self._seconds, times)
         if more:
-            self._timer = asyncio.get_running_loop().call_later(more, self._pass, NO_MORE)
+            self._timer = asyncio.get_running_loop().call_later(more, self._pass, time.monotonic() + more, times + 1)
             return
         self._over = True
         self._task.cancel()

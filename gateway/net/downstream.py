@@ -32,7 +32,7 @@ from gateway.core.head import Malformed, RequestHead
 from gateway.core.headers import Peer, forwarding
 from gateway.errors import Refusal
 from gateway.net import sockets
-from gateway.net.deadline import NO_MORE, put_off
+from gateway.net.deadline import put_off
 
 if TYPE_CHECKING:
     from gateway.net.call import Call
@@ -398,11 +398,11 @@ class Downstream(RequestHandler, _Tuned):
             self._header_timer.cancel()
             self._header_timer = None
 
-    def _header_late(self, due: float) -> None:
-        seconds = self._settings.header_timeout
-        more = put_off(due, seconds)
-        self._header_timer = self._loop.call_later(more, self._header_late, NO_MORE) if more else None
+    def _header_late(self, due: float, times: int = 0) -> None:
+        self._header_timer, seconds = None, self._settings.header_timeout
+        more = put_off(due, seconds, times)
         if more:
+            self._header_timer = self._loop.call_later(more, self._header_late, time.monotonic() + more, times + 1)
             return
         if self.reader.begun:
             self._discard = True

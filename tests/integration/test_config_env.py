@@ -17,6 +17,7 @@ from tests.support.client import RawClient
 from tests.support.gateway import Gateway
 from tests.support.messages import Fields, HttpWire, Message
 from tests.support.upstream import RawUpstream, running
+from tests.support.wire import Closed
 
 Start = Callable[..., Awaitable[Gateway]]
 

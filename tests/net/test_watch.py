@@ -100,6 +100,8 @@ async def test_this_process_was_held_up() -> None:
                 call.waiting = None  # type: ignore[assignment]
 
         loop.add_reader(ours, answered, 4)
+        time.sleep(0.3)
+        await asyncio.sleep(0.01)  # and again, while they are put off
         theirs.send(b".")
         time.sleep(0.3)
         await asyncio.wait_for(over.wait(), 5)
