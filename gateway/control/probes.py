@@ -20,6 +20,7 @@ from gateway.control.scrapes import Scrapes, phase
 from gateway.core import engine_metrics
 from gateway.core.backend import Backend, Health, HealthSettings
 from gateway.errors import GatewayError, UpstreamFailed
+from gateway.net.deadline import within
 from gateway.net.fetch import fetch_first, fetch_next
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import ConnectionPool
@@ -136,9 +137,10 @@ class Probes:
         made: list[None] = []
         turn = contextlib.nullcontext() if target.backend.health is Health.UP else self._doubtful
         try:
-            async with turn, asyncio.timeout(self._settings.timeout):
+            async with turn:
                 path, connections = self._settings.path, target.connections
-                status, _ = await fetch_first(connections, path, PAGE_MOST, lambda: made.append(None), more=more)
+                with within(self._settings.timeout):
+                    status, _ = await fetch_first(connections, path, PAGE_MOST, lambda: made.append(None), more=more)
         except (GatewayError, TimeoutError) as error:
             log.debug("the probe of %s failed: %r", target.backend.name, error)
             return False if isinstance(error, UpstreamFailed | TimeoutError) else None, bool(made)
@@ -196,5 +198,5 @@ class Probes:
 
     async def _page(self, target: Target, path: str, *, more: bool = False) -> tuple[int, bytes]:
         """One of those that follow the probe. `more`: so does another one."""
-        async with asyncio.timeout(self._settings.timeout):
+        with within(self._settings.timeout):
             return await fetch_next(target.connections, path, PAGE_MOST, more=more)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from gateway.core import engine_metrics
 from gateway.core.backend import Backend
 from gateway.errors import GatewayError
+from gateway.net.deadline import within
 from gateway.net.fetch import fetch
 from gateway.net.tasks import Tasks
 from gateway.net.upstream import ConnectionPool
@@ -95,7 +96,7 @@ async def _scrape(backend: Backend, connections: ConnectionPool, timeout: float)
     # what is in flight now, or will be by the end, may be among its figures, and is not counted twice
     before = backend.in_flight - backend.taken
     try:
-        async with asyncio.timeout(timeout):
+        with within(timeout):
             status, page = await fetch(connections, PATH, PAGE_MOST)
     except (GatewayError, TimeoutError) as error:
         log.debug("the metrics of %s could not be had: %r", backend.name, error)

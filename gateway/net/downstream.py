@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import resource
 import socket
 import time
@@ -31,6 +32,7 @@ from gateway.core.head import Malformed, RequestHead
 from gateway.core.headers import Peer, forwarding
 from gateway.errors import Refusal
 from gateway.net import sockets
+from gateway.net.deadline import put_off
 
 if TYPE_CHECKING:
     from gateway.net.call import Call
@@ -39,6 +41,8 @@ log = logging.getLogger(__name__)
 
 IN_A_ROW = 16  # requests of one client that are served before others have a turn
 DESCRIPTORS_KEPT = 32  # for listeners, probes, the admin listener and its clients
+DESCRIPTORS_LAST = 8  # of them no client has for longer than it takes to close it: or nobody could ask whether we live
+TELL_AGAIN = 60.0  # seconds between lines of the log about them
 AHEAD_MOST = 65536  # octets that a client may send ahead of their turn before it is no longer read
 BODY_BUFFER = 65536  # octets of a body that wait for their reader before the client is no longer read
 LINGER_MOST = 10.0  # seconds; interface.md section 4
@@ -111,11 +115,24 @@ class Server(web.Server):
         self.clients: set[Downstream] = set()
         self.crowded = False  # there are more clients than there may soon be descriptors for
         # each may come to need a second descriptor, for its backend
-        self._most = max((resource.getrlimit(resource.RLIMIT_NOFILE)[0] - DESCRIPTORS_KEPT) // 2, 1)
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = max((descriptors - DESCRIPTORS_KEPT) // 2, 1)
+        self.last = descriptors - DESCRIPTORS_LAST
+        self._told = -math.inf
 
     def came(self, client: Downstream) -> None:
         self.clients.add(client)
-        self.crowded = len(self.clients) > self._most
+        if len(self.clients) > self._most:
+            self.crowded = True
+            self._tell()
+
+    def _tell(self) -> None:
+        """Those whom the kernel turns away for lack of a descriptor are in no other line, and in no figure."""
+        now = time.monotonic()
+        if now - self._told >= TELL_AGAIN:
+            self._told = now
+            most = "more than %d clients are connected: there may be no descriptors for others (LimitNOFILE, ulimit -n)"
+            log.warning(most, self._most)
 
     def left(self, client: Downstream) -> None:
         self.clients.discard(client)
@@ -204,6 +221,8 @@ class Downstream(RequestHandler, _Tuned):
             self.address = name[0]
             self.peer = Peer(self.address.encode(), self.server.scheme)
         self._arm_header_timer()
+        if self.server.crowded and self.sock is not None and self.sock.fileno() >= self.server.last:
+            transport.abort()  # type: ignore[attr-defined]  # the lowest free descriptor is taken: hardly any is left
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.gone_at = time.monotonic()
@@ -371,18 +390,22 @@ class Downstream(RequestHandler, _Tuned):
 
     def _arm_header_timer(self) -> None:
         if self._settings.header_timeout > 0:
-            self._header_timer = self._loop.call_later(self._settings.header_timeout, self._header_late)
+            seconds = self._settings.header_timeout
+            self._header_timer = self._loop.call_later(seconds, self._header_late, time.monotonic() + seconds)
 
     def _disarm_header_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
 
-    def _header_late(self) -> None:
-        self._header_timer = None
+    def _header_late(self, due: float, times: int = 0) -> None:
+        self._header_timer, seconds = None, self._settings.header_timeout
+        more = put_off(due, seconds, times)
+        if more:
+            self._header_timer = self._loop.call_later(more, self._header_late, time.monotonic() + more, times + 1)
+            return
         if self.reader.begun:
             self._discard = True
-            seconds = self._settings.header_timeout
             late = Refusal(
                 "request_timeout", f"the request head did not come whole within {seconds:g} s (timeouts.request_header)"
             )

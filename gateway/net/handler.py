@@ -37,6 +37,7 @@ from gateway.net import answers, body, changes, migrate
 from gateway.net.attempts import Attempts
 from gateway.net.call import Call, Local, Policy
 from gateway.net.clock import http_date
+from gateway.net.deadline import within
 from gateway.net.disagg import Pairs
 from gateway.net.downstream import Downstream, Request
 from gateway.net.fleet import Fleet
@@ -151,7 +152,7 @@ class Gateway:
     async def _catches_up(self, client: Downstream) -> bool:
         """Let the client take most of the answers that it was given. Returns whether its connection goes on."""
         try:
-            async with asyncio.timeout(self.policy.timeouts.client_write):
+            with within(self.policy.timeouts.client_write):
                 await client.flushed()
         except TimeoutError:
             client.cut(reset=True)

@@ -7,6 +7,7 @@ last holds until something else is found. So
     nothing is known yet          a new connection waits for the look-up, as long as it waits for a connection
     known, but old                ... for `PATIENCE` of it, as most resolvers answer at once; what comes later is for the next
     ... and the last one failed   not at all
+    ... and led nowhere, at last  ... for `PATIENCE` of it, whether or not the last look-up failed: nothing is lost by waiting
 
 Each name is looked up once at a time, in a thread of its own: no number of names whose look-up hangs keeps anybody else from
 a thread, nor the process from its end.
@@ -41,6 +42,7 @@ class Name:
         self._asked = -math.inf  # when the last look-up began
         self._looking: asyncio.Future[None] | None = None  # one under way
         self._error: OSError | None = None  # of the last one
+        self._doubted = False  # what is known has led nowhere since it was found
 
     async def addresses(self) -> Addresses:
         """Raises OSError where none are known, and none can be found."""
@@ -50,7 +52,7 @@ class Name:
             return self._first()
         looking = self.refresh(now)
         patience = self._asked + PATIENCE - now
-        if looking is not None and self._error is None and patience > 0:
+        if looking is not None and (self._error is None or self._doubted) and patience > 0:
             await asyncio.wait([looking], timeout=patience)
         return self.known
 
@@ -68,7 +70,7 @@ class Name:
 
     def may_have_moved(self) -> None:
         """What is known has not led to the backend: it is to be looked up anew."""
-        self._asked = -math.inf
+        self._asked, self._doubted = -math.inf, True
 
     def _look_up(self, now: float) -> asyncio.Future[None]:
         if self._looking is not None:
@@ -98,7 +100,7 @@ class Name:
     def _answered(self, found: Addresses | None, error: OSError | None) -> None:
         self._error = error
         if found is not None:
-            self.known = found
+            self.known, self._doubted = found, False
         else:
             log.debug("%s could not be looked up: %r", self.host, error)
         looking, self._looking = self._looking, None

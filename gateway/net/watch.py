@@ -2,7 +2,7 @@
 
 To start, reset and stop a timer for each exchange, or for each event, would cost more than relaying it. So one timer looks
 at regular intervals, a tenth of the shortest deadline there is and a second at most, at whoever is due to be looked at. A
-deadline is never early, and late by one interval at most.
+deadline is never early, and late by one interval at most; by more where this process itself was held up (`net.deadline`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.core.outcome import Outcome, Phase
+from gateway.net.deadline import put_off
 from gateway.net.relay import Relay
 from gateway.net.sockets import VANISHED
 from gateway.net.upstream import Connection
@@ -53,6 +54,7 @@ class Watch:
         self._live, self._expired = live, expired
         self._timer: asyncio.TimerHandle | None = None
         self._step = math.inf  # the shortest deadline that the timer has been set for
+        self._due, self._put_off = math.inf, 0  # when the timer is to run; how many times it has been put off
 
     def begin(self, call: Call, now: float) -> None:
         """Its request is being sent: from now on its deadlines run. To end them, let it be looked at `NEVER`."""
@@ -66,10 +68,17 @@ class Watch:
 
     def _start(self) -> None:
         tick = max(min(self._step / 10, TICK_MOST), TICK_LEAST)
+        self._due = time.monotonic() + tick
         self._timer = asyncio.get_running_loop().call_later(tick, self._look)
 
     def _look(self) -> None:
         now = time.monotonic()
+        more = put_off(self._due, self._step, self._put_off)
+        if more and self._live:  # what came meanwhile is to be read first
+            self._due, self._put_off = now + more, self._put_off + 1
+            self._timer = asyncio.get_running_loop().call_later(more, self._look)
+            return
+        self._put_off = 0
         for call in [c for c in self._live.values() if c.look_at <= now or _held_back(c)]:
             if call.look_at != NEVER:  # it may have ended meanwhile
                 try:

@@ -17,6 +17,7 @@ from tests.support.client import RawClient
 from tests.support.gateway import Gateway
 from tests.support.messages import Fields, HttpWire, Message
 from tests.support.upstream import RawUpstream, running
+from tests.support.wire import Closed
 
 Start = Callable[..., Awaitable[Gateway]]
 
@@ -172,13 +173,8 @@ async def test_few_descriptors(start_gateway: Start, upstream: RawUpstream) -> N
 
 async def test_few_descriptors_from_the_start(start_gateway: Start, upstream: RawUpstream) -> None:
     """Started with 64 of them: whoever cannot be served is told so with a 503, and nobody is cut off without a word."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-    try:
-        gateway = await start_gateway(config={}, backends=[upstream.url])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    clients = [await gateway.connect() for _ in range(100)]
+    gateway = await start_gateway(config={}, backends=[upstream.url], descriptors=64)
+    clients = [await gateway.connect() for _ in range(28)]
 
     async def ask(client: RawClient) -> str:
         try:
@@ -190,7 +186,28 @@ async def test_few_descriptors_from_the_start(start_gateway: Start, upstream: Ra
     print({kind: outcomes.count(kind) for kind in set(outcomes)})
     for client in clients:
         client.reset()
-    assert set(outcomes) <= {"200", "503"}
+    assert "503" in outcomes and set(outcomes) <= {"200", "503"}
+    assert sum("16 clients are connected" in line for line in gateway.lines()) == 1  # once, not for each
+
+
+async def test_clients_leave_descriptors_to_operators(start_gateway: Start, upstream: RawUpstream) -> None:
+    """More of them than there may ever be descriptors for, who say nothing and stay: the admin listener is not theirs."""
+    gateway = await start_gateway(config={}, backends=[upstream.url], descriptors=64)
+    clients = [await gateway.connect() for _ in range(100)]
+    async with asyncio.timeout(10):
+        while not any("clients are connected" in line for line in gateway.lines()):
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.2)
+    for _ in range(3):
+        assert (await gateway.admin(s.get("/livez"))).status == 200
+    assert gateway.fds() < 64
+    for client in clients:
+        client.reset()
+    async with asyncio.timeout(10):
+        status = 0
+        while status != 200:
+            with contextlib.suppress(Closed, ConnectionError):
+                status = (await gateway.ask()).status
 
 
 def _cpu(pid: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -345,3 +346,53 @@ async def test_many_backends_and_models(start_gateway: Start) -> None:
     finally:
         for backend in backends:
             await backend.stop()
+
+
+@pytest.mark.seconds(30)
+async def test_the_gateway_is_stopped_for_longer_than_its_deadlines(start_gateway: Start) -> None:
+    """SIGSTOP, a machine that is paused, no processor to be had: engines that went on meanwhile are not told to be late."""
+    go_on = asyncio.Event()
+
+    async def late(wire: Any, request: Any) -> None:
+        await go_on.wait()
+        await s.stream(*OUTPUT)(wire, request)
+
+    async def half(wire: Any, request: Any) -> None:
+        await wire.send(s.SSE_HEAD + s.chunk(s.delta("b")))
+        await go_on.wait()
+        await wire.send(b"".join(map(s.chunk, OUTPUT)) + s.LAST)
+
+    async def probed(wire: Any, request: Any) -> None:
+        asked.add(wire)
+        await go_on.wait()
+        await s.reply()(wire, request)
+
+    asked: set[Any] = set()
+    async with fleet(2) as backends:
+        backends[0].script, backends[1].script = late, half
+        config = {
+            "timeouts": {"first_byte": 2, "idle": 2}, "breaker": {"failures": 1, "open": 60}, "balance": "round_robin",
+            "health": {"interval": 0.1, "timeout": 2, "fail": 1},
+        }  # fmt: skip
+        gateway = await start_gateway(config=config, backends=urls(backends))
+        clients = [await gateway.connect() for _ in backends]
+        for client in clients:
+            await client.send(s.post())
+        for backend in backends:
+            backend.probes["/health"] = probed
+        async with asyncio.timeout(10):
+            while len(asked) < 2 or not all(backend.requests for backend in backends):
+                await asyncio.sleep(0.01)
+        gateway.signal(signal.SIGSTOP)
+        try:
+            go_on.set()
+            await asyncio.sleep(2.5)
+        finally:
+            gateway.signal(signal.SIGCONT)
+        answers = [await client.read_response() for client in clients]
+        for client in clients:
+            client.fin()
+        assert sorted(answer.body for answer in answers) == [WHOLE, s.delta("b") + WHOLE]
+        await at_rest(gateway)
+        assert await gateway.metric("tokenpipe_backend_failures_total") == 0
+        assert not any("is down" in line for line in gateway.lines())

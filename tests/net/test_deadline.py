@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from gateway.errors import Refusal
-from gateway.net.deadline import Deadline
+from gateway.net.deadline import Deadline, within
 from gateway.net.promise import Promise
 
 
-async def within(seconds: float, future: asyncio.Future[str]) -> str:
+async def ended(seconds: float, future: asyncio.Future[str]) -> str:
     deadline = Deadline(seconds)
     try:
         return await future
@@ -27,9 +31,9 @@ async def test_in_time_and_late() -> None:
     loop = asyncio.get_running_loop()
     done = loop.create_future()
     loop.call_soon(done.set_result, "in time")
-    assert await within(60, done) == "in time"
+    assert await ended(60, done) == "in time"
     for seconds in (0.01, 0.0, -1.0):
-        assert await within(seconds, loop.create_future()) == "late"
+        assert await ended(seconds, loop.create_future()) == "late"
     task = asyncio.current_task()
     assert task is not None and not task.cancelling()
 
@@ -38,7 +42,7 @@ async def test_somebody_else_cancels() -> None:
     """Before it, or in the same step: that is theirs."""
     loop = asyncio.get_running_loop()
     for seconds in (60.0, 0.0):
-        task = asyncio.create_task(within(seconds, loop.create_future()))
+        task = asyncio.create_task(ended(seconds, loop.create_future()))
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait((task,))
@@ -103,3 +107,70 @@ async def test_a_broken_promise() -> None:
     for _ in range(2):
         with pytest.raises(Refusal, match="none"):
             await promise
+
+
+@contextlib.asynccontextmanager
+async def answered_meanwhile(seconds: float) -> AsyncIterator[asyncio.Future[str]]:
+    """An answer that lies in a socket all the time in which this process does not run; to take it in takes some turns."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[str] = loop.create_future()
+    ours, theirs = socket.socketpair()
+
+    def soon(turns: int) -> None:
+        if turns:
+            loop.call_soon(soon, turns - 1)
+        elif not answer.done():
+            answer.set_result("in time")
+
+    with ours, theirs:
+        loop.add_reader(ours, lambda: (loop.remove_reader(ours), soon(4)))
+        loop.call_soon(held_up, seconds, lambda: theirs.send(b"."))
+        yield answer
+        loop.remove_reader(ours)
+
+
+def held_up(seconds: float, meanwhile: Callable[[], object]) -> None:
+    meanwhile()
+    time.sleep(seconds)
+
+
+async def test_this_process_was_held_up() -> None:
+    """That is nobody else's fault: what has come meanwhile is looked at first."""
+    async with answered_meanwhile(0.5) as answer:
+        assert await ended(0.1, answer) == "in time"
+    async with answered_meanwhile(0.5) as answer:
+        with within(0.1):
+            assert await answer == "in time"
+
+
+async def test_it_is_held_up_all_the_time() -> None:
+    """Then deadlines are put off again, but pass in the end."""
+    loop = asyncio.get_running_loop()
+
+    def busy() -> None:
+        time.sleep(0.25)
+        if not ended_.done():
+            loop.call_soon(busy)
+
+    loop.call_soon(busy)
+    ended_ = asyncio.create_task(ended(0.05, loop.create_future()))
+    assert await ended_ == "late"
+
+
+async def test_a_timeout() -> None:
+    """`within` is to `asyncio.timeout` what its name says: whoever else cancels is not taken for it."""
+    loop = asyncio.get_running_loop()
+    with pytest.raises(TimeoutError), within(0.01):
+        await loop.create_future()
+    task = asyncio.current_task()
+    assert task is not None and not task.cancelling()
+
+    async def waits() -> None:
+        with within(60):
+            await loop.create_future()
+
+    other = asyncio.create_task(waits())
+    await asyncio.sleep(0)
+    other.cancel()
+    await asyncio.wait((other,))
+    assert other.cancelled()

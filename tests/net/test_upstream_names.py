@@ -136,6 +136,25 @@ async def test_a_look_up_that_fails_changes_nothing(pool: ConnectionPool, names:
     connection.drop()
 
 
+async def test_it_has_moved_while_it_could_not_be_looked_up(
+    pool: ConnectionPool, names: Names, backends: list[RawUpstream]
+) -> None:
+    """Where the old address leads nowhere, the first connection after the resolver is back goes to the new one: it may be a
+    breaker's only trial."""
+    (await pool.open()).drop()
+    names.addresses = None
+    backends[0].close_listener()
+    for _ in range(2):
+        await asyncio.sleep(0.03)
+        with pytest.raises(UpstreamFailed):
+            await pool.open()
+    await asyncio.sleep(0.03)
+    names.addresses = ["127.0.0.2"]
+    fresh = await pool.open()
+    assert leads_to(fresh) == "127.0.0.2"
+    fresh.drop()
+
+
 async def test_a_pool_that_was_closed_meanwhile(pool: ConnectionPool, names: Names) -> None:
     connection = await pool.open()
     connection.give_back()

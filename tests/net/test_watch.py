@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import time
 import types
 from typing import Any
 
@@ -69,3 +71,39 @@ async def test_others_that_begin_put_no_deadline_off(step: float) -> None:
             watch.begin(other, other.exchange.sent)  # type: ignore[arg-type]
             await asyncio.sleep(0.002)
     await asyncio.sleep(0.15)
+
+
+async def test_this_process_was_held_up() -> None:
+    """What came while it did not run is read before deadlines are judged: whoever has answered is not told to be late."""
+    loop = asyncio.get_running_loop()
+    call, other = _Call(loop.time()), _Call(loop.time())
+    live: dict[int, Any] = {1: call, 2: other}
+    expired: list[Any] = []
+    over = asyncio.Event()
+
+    def told(late: Any, outcome: Outcome) -> None:
+        expired.append(late)
+        live.clear()
+        over.set()
+
+    watch = Watch(live, told)
+    for each in live.values():
+        watch.begin(each, loop.time())
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+
+        def answered(turns: int) -> None:  # as many turns of the loop as an answer takes
+            loop.remove_reader(ours)
+            if turns:
+                loop.call_soon(answered, turns - 1)
+            else:
+                call.waiting = None  # type: ignore[assignment]
+
+        loop.add_reader(ours, answered, 4)
+        time.sleep(0.3)
+        await asyncio.sleep(0.01)  # and again, while they are put off
+        theirs.send(b".")
+        time.sleep(0.3)
+        await asyncio.wait_for(over.wait(), 5)
+    assert expired == [other]
+    await asyncio.sleep(0.05)

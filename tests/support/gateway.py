@@ -47,6 +47,12 @@ class Samples(list[tuple[str, dict[str, str], float]]):
         return any(n == name and labels.items() <= have.items() for n, have, _ in self)
 
 
+def _limit(descriptors: int | None) -> None:
+    """The hard limit, too: a soft one is raised by the gateway as far as it may be."""
+    if descriptors is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+
+
 class Gateway:
     patience = ORDINARY  # seconds for an answer, where nobody says another number: more where the machine is busy elsewhere
 
@@ -63,9 +69,10 @@ class Gateway:
     async def start(
         cls, folder: Path, *, config: dict[str, Any] | str | None = None, flags: Sequence[str] = (),
         backends: Sequence[str] = (), environment: dict[str, str] | None = None, ready: bool = True,
-        timeout: float = 20.0,
+        timeout: float = 20.0, descriptors: int | None = None,
     ) -> Gateway:  # fmt: skip
         """`folder` takes its output and its configuration. `ready`: wait until it would route, too.
+        `descriptors`: as many as it may ever have.
 
         `config` is written as YAML, with `backends` added unless it names its own; without one, flags say it all.
         Access log lines are JSON, and the ports free ones, unless `config` or `flags` have their own.
@@ -89,12 +96,13 @@ class Gateway:
             arguments += ["--log-format", "json"]
         arguments += flags
         with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
-            if environment is None:
+            if environment is None and descriptors is None:
                 process: subprocess.Popen[bytes] = warm.start(arguments, out, err)
             else:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "gateway", *arguments], stdout=out, stderr=err, stdin=subprocess.DEVNULL,
-                    cwd=ROOT, start_new_session=True, env={**os.environ, **warm.ENVIRONMENT, **environment},
+                    cwd=ROOT, start_new_session=True, env={**os.environ, **warm.ENVIRONMENT, **(environment or {})},
+                    preexec_fn=lambda: _limit(descriptors),
                 )  # fmt: skip
         gateway = cls(process, folder, config_path)
         try:
