@@ -50,7 +50,7 @@ ROWS: dict[int, dict[str, str]] = {
     31: {ABORTS: "test_during_prefill test_31_35_at_once", PHASES: "test_leaving_within", AT_ONCE: "test_they_leave_at_once"},
     32: {ABORTS: "test_as_prefill_answers test_a_prefill_that_takes_longer_than_its_grace", PHASES: "test_leaving_within"},
     34: {ABORTS: "test_between_head_and_first_octet test_no_longer_than_the_grace test_a_decode_that_never_fetches_is_counted "
-         "test_34_engines_that_do_not_survive_an_abort test_many_at_once",
+         "test_34_engines_that_do_not_survive_an_abort test_34_after_a_probe test_many_at_once",
          PHASES: "test_leaving_within", AT_ONCE: "test_they_leave_at_once"},
     35: {ABORTS: "test_mid_stream test_31_35_at_once", PHASES: "test_leaving_within", AT_ONCE: "test_they_leave_at_once"},
     36: {ABORTS: "test_between_the_legs test_many_between_the_legs", PHASES: "test_leaving_within_the_handoff",
