@@ -10,7 +10,8 @@
     HALF_OPEN  success   CLOSED
     HALF_OPEN  failure   OPEN
 
-Only failures of the backend count: what a client did, and statuses that the backend chose to send, never do.
+Only failures of the backend count: what a client did never does, nor a status that the backend chose to send, but a 5xx on one
+leg of a pair where another engine then serves the same request (`Backend.judged`).
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Hold:
         self.done.set_exception(UpstreamFailed(code, f"the backend {self._connection.pool.origin.name} {what}", unsent=True))
 
     @property
-    def answered(self) -> bool:
+    def has_come(self) -> bool:
         """It is known how the stream begins."""
         return self.done.done()
 

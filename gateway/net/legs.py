@@ -38,7 +38,7 @@ class Leg:
         """What is to be told that nobody waits for it any more (`fail`). None also where what is waited for has come, and was
         not looked at yet: it came in time, and if its connection ended now, that would be taken for its backend's doing."""
         found = self.hold or self.connection
-        return None if found is None or found.answered else found
+        return None if found is None or found.has_come else found
 
     def drop(self) -> None:
         """End whatever is under way with the backend, at once. The lease stays."""

@@ -226,7 +226,7 @@ class Connection(Lane):
         return octets > LARGE and self._sock is not None and sockets.unsent(self._sock) > 0
 
     @property
-    def answered(self) -> bool:
+    def has_come(self) -> bool:
         """The response's head has come, or it is known that none will."""
         return self._head is not None and self._head.done()
 

@@ -31,7 +31,7 @@ _THEIR_FAULT = frozenset(("upstream_connect", "upstream_reset", "upstream_malfor
 
 class LegFailed(Exception):
     """One leg of an attempt did. `response`: the error that it answered with, which may be relayed; else `cause` says what.
-    `leg`: that the response is on, where it is an encoder's; whoever catches this ends it. `doubted`: `Means.turned_down`."""
+    `leg`: that the response is on, where it is an encoder's; whoever catches this ends it. `doubted`: by `Means.doubts`."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Means(NamedTuple):
         self.observer.connection(connections.origin.name, reused=connection is not None)
         return connection or await self.attempts.connect(call, connections, call.policy.timeouts.connect)
 
-    def turned_down(self, backend: Backend, response: ResponseHead) -> bool:
+    def doubts(self, backend: Backend, response: ResponseHead) -> bool:
         """What an error says of the engine that answered with it. Returns whether that is to be seen yet (pd.md 7, case 17): a
         5xx that no other engine answers with is its own fault, one that all answer with is the request's."""
         if self.attempts.rest(backend, response) is None and response.status >= 500:

@@ -63,7 +63,7 @@ async def decode(
         means.attempts.failed(call, refused)
         raise
     if response.status in AGAIN:
-        raise LegFailed("decode", backend, response=response, doubted=means.turned_down(backend, response))
+        raise LegFailed("decode", backend, response=response, doubted=means.doubts(backend, response))
     now = time.monotonic()
     if 200 <= response.status < 300:
         if paired.transfers:

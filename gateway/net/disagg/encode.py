@@ -116,7 +116,7 @@ async def _outcome(means: Means, call: Call, paired: Paired, leg: Leg, request: 
         assert leg.connections is not None
         connection, response = await sent(means, call, leg, leg.connections, octets)
         if response.status >= 400:
-            doubted = response.status in AGAIN and means.turned_down(backend, response)
+            doubted = response.status in AGAIN and means.doubts(backend, response)
             return LegFailed("encode", backend, response=response, leg=leg, doubted=doubted)
         if response.status != 200:  # no answer for a client
             raise HandoffMissing(f"the encoder {backend.name} answered with {response.status}; expected 200")

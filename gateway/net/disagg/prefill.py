@@ -48,7 +48,7 @@ async def prefill(means: Means, call: Call, paired: Paired, given: bytes = b"", 
             raise refused from None
         raise LegFailed("prefill", backend, failure) from None
     if response is not None:
-        doubted = response.status in AGAIN and means.turned_down(backend, response)
+        doubted = response.status in AGAIN and means.doubts(backend, response)
         raise LegFailed("prefill", backend, response=response, doubted=doubted)
 
 
