@@ -12,7 +12,7 @@ single token. So it is no snapshot of one moment, but each histogram is consiste
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -105,16 +105,12 @@ class Exposition:
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
         self._pair_names = [name for name, on in (("model", metrics.by_model), ("backend", metrics.by_backend)) if on]
-        self._in_flight: dict[tuple[LabelPair, Phase], int] = {}  # a zero stays, so that a graph falls to it
         self._states: dict[str, None] = {}  # of backends, as they were seen: a set in order
         self._process = Process()
 
     def render(self, accept: str | None) -> tuple[Iterator[bytes], str]:
         page = Page(wants_openmetrics(accept))
         return _pieces(self._parts(page)), page.content_type
-
-    def forget(self, which: int, gone: Collection[str]) -> None:
-        self._in_flight = {key: n for key, n in self._in_flight.items() if key[0][which] not in gone}
 
     def _parts(self, page: Page) -> Iterator[str]:
         """The lines, some at a time; and an empty part for each exchange or client that was looked at."""
@@ -125,12 +121,11 @@ class Exposition:
                 key = (series.labels, exchange.phase)
                 in_flight[key] = in_flight.get(key, 0) + 1
             yield ""
-        self._in_flight = dict.fromkeys(self._in_flight, 0) | in_flight
         pairs: Pairs = []
         for series in list(self._metrics.series.values()):
             pairs.append((self._pair(series.labels), series))
             yield ""
-        yield from self._of_requests(page, pairs)
+        yield from self._of_requests(page, pairs, in_flight)
         yield from self._of_series(page, pairs)
         yield from self._of_stages(page)
         yield from self._metrics.pairs.render(page)
@@ -144,7 +139,7 @@ class Exposition:
         kept = (self._metrics.by_model, self._metrics.by_backend)
         return labels(self._pair_names, [value for value, on in zip(pair, kept, strict=True) if on])
 
-    def _of_requests(self, page: Page, pairs: Pairs) -> Iterator[str]:
+    def _of_requests(self, page: Page, pairs: Pairs, in_flight: dict[tuple[LabelPair, Phase], int]) -> Iterator[str]:
         name = PREFIX + "requests"
         yield page.family(name, "counter", "Exchanges that ended.")
         for pair, series in pairs:
@@ -152,8 +147,9 @@ class Exposition:
                 yield sample(f"{name}_total", _and(pair, labels(("outcome", "code"), end)), n)
         name = PREFIX + "requests_in_flight"
         yield page.family(name, "gauge", "Exchanges under way.")
-        for (pair_of, phase), n in list(self._in_flight.items()):
-            yield sample(name, _and(self._pair(pair_of), labels(["phase"], [phase])), n)
+        for pair, series in pairs:  # at 0 too: a graph falls to it, and is not empty where no scrape has met a request
+            for phase in Phase:
+                yield sample(name, _and(pair, labels(["phase"], [phase])), in_flight.get((series.labels, phase), 0))
         name = PREFIX + "request_duration_seconds"
         yield page.family(name, "histogram", "Request received to its end.")
         for pair, series in pairs:

@@ -317,7 +317,6 @@ class Metrics:
         if gone:
             self.series = {labels: series for labels, series in self.series.items() if labels[which] not in gone}
             self._cache = {}  # there may be room now for those that had none
-            self._exposition.forget(which, gone)
 
 
 def _code(word: str | int) -> str | int:

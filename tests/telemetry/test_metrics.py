@@ -215,6 +215,14 @@ def test_a_running_stream_is_seen_and_counted_once() -> None:
         house.live.clear()
 
 
+def test_who_was_never_met_in_flight_is_shown_with_none() -> None:
+    """A panel is not empty because no scrape has come while a request was under way."""
+    metrics = House().metrics()
+    metrics.ended(ended(stream()))
+    samples = scrape(metrics)
+    assert {value(samples, "requests_in_flight", model="llama", backend="b1", phase=phase) for phase in Phase} == {0}
+
+
 def test_a_client_that_left() -> None:
     metrics = House().metrics()
     exchange = stream(phase=Phase.FIRST_TOKEN)
