@@ -31,7 +31,7 @@ AT_ONCE = 64  # looks at backends that are down, or of whom nothing is known yet
 PAGE_MOST = 1 << 22  # octets of what a backend says of itself
 NAMED_MOST = 1000  # models of one backend
 SLEEP = "/is_sleeping"  # of a vLLM in development mode (vllm/entrypoints/serve/sleep), for those whose metrics do not say it
-UNASKED = 60.0  # seconds until a backend that does not know of sleep is asked again
+UNASKED = 600.0  # seconds until a backend that does not know of sleep is asked again; it was away meanwhile: at once
 TOLD = 60.0  # seconds between the model lists of a backend whose models are told: they describe, and decide nothing
 
 
@@ -122,7 +122,9 @@ class Probes:
                 last = ", and asked where no other can be (health.panic)" if backend.last_resort else ""
                 log.log(level, "the backend %s is %s%s", backend.name, backend.health.value, last)
                 self._changed()
-            if well and sleep_due and not await self._look_for_sleep(target, more=models_due):
+            if not connected or (backend.health is Health.DOWN and not well):
+                next_sleep = 0.0  # who comes back may be another program, or have been started with other flags
+            elif well and sleep_due and not await self._look_for_sleep(target, more=models_due):
                 next_sleep = began + UNASKED
             if well and not backend.asleep and models_due:
                 next_models = began + (max(settings.models_interval, TOLD) if backend.told else settings.models_interval)
@@ -150,11 +152,13 @@ class Probes:
         """An engine that sleeps is well, and can do nothing. Returns whether it can tell.
 
         A vLLM without `vllm:` metrics (`--disable-log-stats`) has the page all the same, so that all are asked for it but those
-        whose metrics name another engine.
+        whose metrics name another engine, or say nothing at all: who has been told to sleep has counted that request.
         """
         try:
             status, body = await self._page(target, "/metrics", more=True)
             asleep: object = engine_metrics.asleep(body) if status == 200 else None
+            if status == 200 and not body:
+                asleep = False
             if asleep is None and not (status == 200 and engine_metrics.of_another_engine(body)):
                 status, body = await self._page(target, SLEEP, more=more)
                 asleep = json.loads(body)["is_sleeping"] if status == 200 else None

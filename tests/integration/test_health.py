@@ -152,6 +152,28 @@ async def test_who_does_not_know_of_sleep(start_gateway: Start, page: s.Script) 
         assert (await states(gateway))[0]["state"] == "up"
 
 
+async def test_who_was_away_is_asked_for_its_sleep_again(start_gateway: Start) -> None:
+    """It may have been started with other flags meanwhile."""
+    async with fleet(1) as (backend,):
+        backend.probes |= {"/metrics": VLLM, "/is_sleeping": s.reply(404, b"{}")}
+        gateway = await start_gateway(config={"health": FAST}, backends=[backend.url])
+        await reached(gateway, 1, state="up")
+        backend.probes |= {"/health": s.reply(503, b""), "/is_sleeping": WORDS["/is_sleeping"][0]}
+        await reached(gateway, 1, state="down")
+        backend.probes["/health"] = s.reply(200, b"")
+        await reached(gateway, 1, state="asleep")
+
+
+async def test_who_has_counted_nothing_yet_is_asked_when_it_has(start_gateway: Start) -> None:
+    async with fleet(1) as (backend,):
+        backend.probes |= {"/metrics": s.reply(200, b""), "/is_sleeping": WORDS["/is_sleeping"][0]}
+        gateway = await start_gateway(config={"health": FAST}, backends=[backend.url])
+        await until(lambda: backend.probed.count("/health") > 4, "probes")
+        assert "/is_sleeping" not in backend.probed
+        backend.probes["/metrics"] = UNTOLD
+        await reached(gateway, 1, state="asleep")
+
+
 async def test_another_engine_is_not_asked_for_a_page_of_vllm_s(start_gateway: Start) -> None:
     async with fleet(1) as (backend,):
         backend.probes["/metrics"] = s.reply(200, b'# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs 0.0\n')
