@@ -30,6 +30,7 @@ from gateway.core.sse import LIMIT, Event, Scanner
 SHAPE_LIMIT: Final = 4096  # octets of an event whose shape is worth learning
 PATIENCE: Final = 8  # shapes learnt in a row that no event fitted: something changes in every event of this stream
 CHOICES_LIMIT: Final = 4096  # choices told apart
+Totals = tuple[int, int, int, int, str]
 
 # Octets as integers: `in` finds them several times as fast as it does one-octet strings.
 _LF: Final = 0x0A
@@ -246,15 +247,16 @@ class Meter:
             return "continuous"
         return "token_ids" if self._ids else "events"
 
-    def totals(self) -> tuple[int, int, int, str]:
-        """`events`, `itl_n`, `output_tokens` and `token_source`, for less than they cost one by one."""
+    def totals(self) -> Totals:
+        """`events`, `itl_n`, `reads`, `output_tokens` and `token_source`, for less than they cost one by one."""
         gaps = sum(self.itl_counts)
         events = self._booked + gaps
+        reads = events - self._together
         if self._usage is not None:
-            return events, gaps, self._usage, "usage"
+            return events, gaps, reads, self._usage, "usage"
         if self._continuous or self._ids:
-            return events, gaps, self.output_tokens, self.token_source
-        return events, gaps, events, "events"
+            return events, gaps, reads, self.output_tokens, self.token_source
+        return events, gaps, reads, events, "events"
 
     @property
     def tpot(self) -> float | None:
@@ -262,22 +264,26 @@ class Meter:
 
         From a count of events it is an estimate, to be kept apart by its source.
         """
-        if self.tpot_skipped not in (None, "estimated"):
-            return None
-        return (self._last - self._first) / (self.output_tokens - self._k_first)
+        return self.pace()[0]
 
     @property
     def tpot_skipped(self) -> str | None:
         """Why there is no `tpot`, or ("estimated") why it is no more than an estimate."""
+        return self.pace()[1]
+
+    def pace(self) -> tuple[float | None, str | None]:
+        """`tpot` and `tpot_skipped`."""
         if not self.streamed or not self.terminal or self._failed:
-            return "incomplete"
+            return None, "incomplete"
         if not self._single:
-            return "n_gt_1"
-        if self.output_tokens <= 1:
-            return "single_token"
-        if self.events < 2 or self._last <= self._first or self.output_tokens <= self._k_first:
-            return "single_read"
-        return "estimated" if self.token_source == "events" else None
+            return None, "n_gt_1"
+        events, _, _, tokens, source = self.totals()
+        if tokens <= 1:
+            return None, "single_token"
+        first, last, of_first = self._first, self._last, self._k_first
+        if events < 2 or last <= first or tokens <= of_first:
+            return None, "single_read"
+        return (last - first) / (tokens - of_first), "estimated" if source == "events" else None
 
     def verdict(self, framing_complete: bool) -> Outcome:
         """How the response ended, for all that its body says. Call it after `end`.

@@ -23,16 +23,20 @@ from gateway.telemetry.disagg import PairTallies
 from gateway.telemetry.durations import durations
 from gateway.telemetry.exposition import Exposition
 from gateway.telemetry.histogram import B_OVH, Histogram
+from gateway.telemetry.rows import begun, numbers
 from gateway.telemetry.series import OTHER, End, LabelPair, Series
 from gateway.telemetry.stages import Stages
 
 NONE = "none"
 MAX_BACKENDS = 256
 MAX_SERIES = 512  # pairs of a model and a backend
-FOLD_AT = 128  # ended exchanges that wait to be counted: over many models and backends there are still some alike
+FOLD_AT = 64  # ended exchanges of one series and end that are counted together
+WAITING_MOST = 4096  # ... that wait for that, in all
 MAX_WORDS = 64  # distinct reasons of one counter
 
 STATUSES = frozenset(status.value for status in http.HTTPStatus)
+_COMPLETE = Outcome.COMPLETE  # looked up once: see core.head
+_NOTHING = (0, 0, False)  # of an exchange, no scrape has counted anything
 CODES = frozenset(Outcome) | {NONE}  # beside `RULINGS`, which may grow
 
 
@@ -100,60 +104,58 @@ class Metrics:
         self.bytes_in = self.bytes_out = 0
         self.reloads = {"success": 0, "failure": 0}
         self.last_reload = wall()  # a start is a load that succeeded
-        self._ended: list[Exchange] = []
+        self._waiting = 0  # exchanges that have ended and are still to be counted
         self._exposition = Exposition(self)
 
     # ---- the data path tells (core.exchange.Observer) ----
 
     def ended(self, exchange: Exchange) -> None:
         """Counted with others soon (`fold`): what is done many times in a row costs a fraction of what is done now and then."""
-        self._ended.append(exchange)
+        outcome = exchange.outcome or Outcome.INTERNAL  # whoever ended it without a word has a bug
+        series = self.series_of(exchange)
+        end: End = (outcome, exchange.code or exchange.status or NONE)
+        rows = series.waiting.get(end)
+        if rows is None:  # only a new word needs a look
+            end = (outcome, _code(end[1]))
+            rows = series.waiting.setdefault(end, [])
+        rows.append(row := numbers(exchange))
+        meter, output = exchange.meter, row[-1]
+        if meter is not None and output is not None and output[0][1] > 1:
+            series.gaps(meter)
+        bytes_in, bytes_out, _ = exchange.counted or _NOTHING
+        self.bytes_in += exchange.bytes_in - bytes_in
+        self.bytes_out += exchange.bytes_out - bytes_out
+        if outcome is not _COMPLETE:
+            self._count_odd(exchange, series, end)
+        if exchange.paused_at is not None and exchange.ended is not None:  # never resumed
+            self.tally_of(exchange.backend).paused_seconds += exchange.ended - exchange.paused_at
         if exchange.sampled:
             self._exemplify(exchange)
-        if len(self._ended) >= FOLD_AT:
+        self._waiting += 1
+        if len(rows) >= FOLD_AT:
+            self._count(series, end)
+        elif self._waiting >= WAITING_MOST:
             self.fold()
 
     def fold(self) -> None:
         """Count the exchanges that have ended since the last time."""
-        ended, self._ended = self._ended, []
-        alike: dict[object, list[Exchange]] = {}
-        for x in ended:
-            key = (x.model, x.backend, x.outcome, x.code, x.status)
-            if key in alike:
-                alike[key].append(x)
-            else:
-                alike[key] = [x]
-        for group in alike.values():
-            self._count(group)
-        self.stages.count(ended)
+        if self._waiting:
+            for series in self.series.values():
+                for end in series.waiting:
+                    self._count(series, end)
 
-    def _count(self, ended: list[Exchange]) -> None:
-        """`ended`: of the same model, backend, outcome, code and status."""
-        one = ended[0]
-        series = self.series_of(one)
-        outcome = one.outcome or Outcome.INTERNAL  # whoever ended it without a word has a bug
-        end: End = (outcome, one.code or one.status or NONE)
-        if end not in series.requests:  # only a new word needs a look
-            end = (outcome, _code(end[1]))
-        fresh = [x for x in ended if x.counted is None]
-        self.bytes_in += sum([x.bytes_in for x in fresh])
-        self.bytes_out += sum([x.bytes_out for x in fresh])
-        self._count_begun(series, [x for x in fresh if x.first_output_written is not None and x.stream is not False])
-        if len(fresh) < len(ended):
-            for x in ended:
-                if x.counted is not None:
-                    self._settle(x, x.counted, series)
-        self.tpot_skipped.update(series.count(ended, end))
-        if outcome is Outcome.CLIENT_GONE:
-            for x in ended:
-                self.client_aborts[x.phase] += 1
-        for x in ended:
-            if x.paused_at is not None and x.ended is not None:  # never resumed
-                self.tally_of(x.backend).paused_seconds += x.ended - x.paused_at
+    def _count(self, series: Series, end: End) -> None:
+        columns = series.count(end)
+        if columns is not None:
+            self._waiting -= len(columns.total)
+            self.stages.count(columns)
+            self.tpot_skipped.update([output[2] for output in columns.output if output is not None and output[2] is not None])
 
-    def _count_begun(self, series: Series, exchanges: list[Exchange]) -> None:
-        if exchanges:
-            self.stages.first_event.observe_all(series.begun(exchanges))
+    def _count_odd(self, exchange: Exchange, series: Series, end: End) -> None:
+        if exchange.stream and exchange.first_output_written is None:
+            series.no_first_token(exchange, end)
+        if end[0] is Outcome.CLIENT_GONE:
+            self.client_aborts[exchange.phase] += 1
 
     def _exemplify(self, exchange: Exchange) -> None:
         """Name its trace in the buckets that it falls into: someone keeps it."""
@@ -215,7 +217,7 @@ class Metrics:
         """Count what has grown since a running exchange was last looked at. What has ended is `fold`'s."""
         series = self.series_of(exchange)
         if exchange.outcome is None:
-            self._settle(exchange, exchange.counted or (0, 0, False), series)
+            self._settle(exchange, exchange.counted or _NOTHING, series)
             if exchange.meter is not None and exchange.meter.events > 1:
                 series.gaps(exchange.meter)
         return series
@@ -226,7 +228,10 @@ class Metrics:
         self.bytes_out += exchange.bytes_out - bytes_out
         has_ttft = exchange.first_output_written is not None and exchange.stream is not False
         if has_ttft and not had_ttft:
-            self._count_begun(series, [exchange])
+            first = begun(exchange)
+            series.begun(first)
+            if first[3] is not None:
+                self.stages.first_event.observe(first[3])
         exchange.counted = (exchange.bytes_in, exchange.bytes_out, has_ttft)
 
     def series_of(self, exchange: Exchange) -> Series:
@@ -315,6 +320,7 @@ class Metrics:
     def _forget(self, which: int, gone: Collection[str]) -> None:
         """A series that ends is no reset of a counter: `rate()` takes no harm."""
         if gone:
+            self.fold()
             self.series = {labels: series for labels, series in self.series.items() if labels[which] not in gone}
             self._cache = {}  # there may be room now for those that had none
 

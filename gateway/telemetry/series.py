@@ -1,18 +1,20 @@
 """All that is counted for one model on one backend.
 
-Exchanges that ended are counted some dozens at a time, those together that ended in the same way: what is done many times
-in a row costs a fraction of what is done now and then, and nearly all of it runs in C.
+Exchanges that ended are counted some dozens at a time (`rows`), those together that ended in the same way: what is done many
+times in a row costs a fraction of what is done now and then, and nearly all of it runs in C.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from gateway.core.exchange import Exchange
 from gateway.core.meter import Meter
 from gateway.core.outcome import RULINGS, Outcome
+from gateway.telemetry.durations import Seconds
 from gateway.telemetry.histogram import B_E2E, B_GAP, B_TPOT, B_TTFT, B_WAIT, Histogram
+from gateway.telemetry.rows import Begun, Columns, Numbers, Output
 
 OTHER = "other"
 FINISH_REASONS = frozenset(
@@ -29,11 +31,12 @@ class Series:
     __slots__ = (
         "abandoned", "cached_tokens", "connect", "duration", "events", "finish_reasons", "first_byte", "first_event", "head",
         "itl", "labels", "max_gap", "opaque", "output_tokens", "prompt_tokens", "queue", "reads", "requests", "tokenless",
-        "tpot", "ttft", "upstream_ttft",
+        "tpot", "ttft", "upstream_ttft", "waiting",
     )  # fmt: skip
 
     def __init__(self, labels: LabelPair) -> None:
         self.labels = labels
+        self.waiting: dict[End, list[Numbers]] = {}  # of exchanges that ended so, until they are counted
         self.requests: Counter[End] = Counter()
         self.tokenless = {"service": 0, "client": 0}  # streams without an output event, by whose fault that was
         self.duration: dict[str, Histogram] = {}  # by outcome
@@ -53,24 +56,25 @@ class Series:
         self.finish_reasons: Counter[str] = Counter()
         self.cached_tokens = self.events = self.reads = self.opaque = 0
 
-    def count(self, ended: Sequence[Exchange], end: End) -> list[str]:
-        """Exchanges that ended so, but for what `begun` counts. Returns why streams with output have no TPOT, for each."""
+    def count(self, end: End) -> Columns | None:
+        """Count the exchanges that wait and ended so. Returns what they are made of, if there are any."""
+        rows = self.waiting[end]
+        if not rows:
+            return None
+        of = Columns._make(zip(*rows, strict=True))
+        rows.clear()
         outcome = end[0]
-        self.requests[end] += len(ended)
-        self.duration_of(outcome).observe_all([x.ended - x.accepted for x in ended if x.ended is not None])
-        self.queue.observe_all(
-            [0.0 if x.queued is None else x.selected - x.queued for x in ended if x.selected is not None],
-        )
-        self.connect.observe_all(
-            [x.connected - x.connect_began for x in ended if x.connected is not None and x.connect_began is not None],
-        )
-        self.head.observe_all(
-            [x.head_received - x.sent for x in ended if x.head_received is not None and x.sent is not None],
-        )
-        self.first_byte.observe_all([x.first_byte - x.accepted for x in ended if x.first_byte is not None])
-        if outcome != Outcome.COMPLETE:
-            self._count_tokenless([x for x in ended if x.stream and x.first_output_written is None], end)
-        return self._count_output([(x, x.meter) for x in ended if x.meter is not None], outcome)
+        self.requests[end] += len(of.total)
+        self.duration_of(outcome).observe_all(present(of.total))
+        self.queue.observe_all(present(of.queue))
+        self.connect.observe_all(present(of.connect))
+        self.head.observe_all(present(of.head))
+        self.first_byte.observe_all(present(of.first_byte))
+        self.ttft.observe_all(present(of.ttft))
+        self.upstream_ttft.observe_all(present(of.upstream_ttft))
+        self.first_event.observe_all(present(of.behind_head))
+        self._count_output([output for output in of.output if output is not None])
+        return of
 
     def duration_of(self, outcome: str) -> Histogram:
         histogram = self.duration.get(outcome)
@@ -78,22 +82,11 @@ class Series:
             histogram = self.duration[outcome] = Histogram(B_E2E)
         return histogram
 
-    def begun(self, exchanges: Sequence[Exchange]) -> list[float]:
-        """Streams whose first output event has been written. Returns how long that took after it had come, for each."""
-        self.ttft.observe_all(
-            [x.first_output_written - x.accepted for x in exchanges if x.first_output_written is not None],
-        )
-        upstream, behind_head, own = [], [], []
-        for x in exchanges:
-            came = None if x.meter is None else x.meter.first_output
-            sent, head, written = x.sent, x.head_received, x.first_output_written
-            if came is not None and sent is not None and head is not None and written is not None:
-                upstream.append(came - sent)
-                behind_head.append(came - head if came > head else 0.0)  # it may have come with the head
-                own.append(written - came)
-        self.upstream_ttft.observe_all(upstream)
-        self.first_event.observe_all(behind_head)
-        return own
+    def begun(self, begun: Begun) -> None:
+        """A stream that still runs."""
+        for histogram, seconds in zip((self.ttft, self.upstream_ttft, self.first_event), begun, strict=False):
+            if seconds is not None:
+                histogram.observe(seconds)
 
     def gaps(self, meter: Meter) -> None:
         """Those that came since the last time."""
@@ -101,46 +94,39 @@ class Series:
         if n:
             self.itl.add(counts, total)
 
-    def _count_tokenless(self, exchanges: Sequence[Exchange], end: End) -> None:
-        if exchanges:
-            self.tokenless[fault(*end)] += len(exchanges)
-            if end[0] == Outcome.CLIENT_GONE:
-                self.abandoned.observe_all([x.ended - x.accepted for x in exchanges if x.ended is not None])
+    def no_first_token(self, exchange: Exchange, end: End) -> None:
+        """A stream has ended without an output event."""
+        self.tokenless[fault(*end)] += 1
+        if end[0] == Outcome.CLIENT_GONE and exchange.ended is not None:
+            self.abandoned.observe(exchange.ended - exchange.accepted)
 
-    def _count_output(self, metered: Sequence[tuple[Exchange, Meter]], outcome: str) -> list[str]:
-        complete = outcome == Outcome.COMPLETE
-        skipped: list[str] = []
-        reasons: list[str] = []
-        for exchange, meter in metered:
-            events, gaps, tokens, source = meter.totals()
-            prompt_tokens, reason = meter.prompt_tokens, meter.finish_reason
+    def _count_output(self, outputs: Iterable[Output]) -> None:
+        gaps, longest, reasons = [], [], []
+        for (events, _, reads, tokens, source), tpot, _, gap, max_gap, prompt_tokens, cached, reason, opaque in outputs:
             self.events += events
-            if gaps:
-                self.gaps(meter)
-            if events > 1:
-                self.reads += meter.reads
-                if meter.max_gap is not None:
-                    self.max_gap.observe(meter.max_gap)
-            else:
-                self.reads += events
-            if events and exchange.stream is not False:
-                # A stream that broke off tells nothing of the speed of whole ones.
-                tpot = meter.tpot if complete and events > 1 else None
-                if tpot is not None:
-                    self.tpot["events" if source == "events" else "usage"].observe(tpot)
-                else:
-                    skipped.append((complete and meter.tpot_skipped) or "not_ok")
+            self.reads += reads
+            if gap is not None:
+                gaps.append(gap)
+            if max_gap is not None:
+                longest.append(max_gap)
+            if tpot is not None:
+                self.tpot["events" if source == "events" else "usage"].observe(tpot)
             if prompt_tokens:
                 self.prompt_tokens["usage"] += prompt_tokens  # nothing else tells of them
-                self.cached_tokens += meter.cached_tokens or 0
+                self.cached_tokens += cached
             if tokens:
                 self.output_tokens[source] += tokens
             if reason is not None:
                 reasons.append(reason)
-            self.opaque += meter.opaque
+            self.opaque += opaque
+        self.itl.observe_all(gaps)
+        self.max_gap.observe_all(longest)
         for word in set(reasons):
             self.finish_reasons[word if word in FINISH_REASONS else OTHER] += reasons.count(word)
-        return skipped
+
+
+def present(column: Iterable[Seconds]) -> list[float]:
+    return [seconds for seconds in column if seconds is not None]
 
 
 def fault(outcome: str, code: str | int) -> str:

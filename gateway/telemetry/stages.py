@@ -8,10 +8,9 @@ counted for some dozens of exchanges together, which costs a fraction of looking
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from gateway.core.exchange import Exchange
 from gateway.telemetry.histogram import B_OVH, B_WAIT, Histogram
+from gateway.telemetry.rows import Columns
+from gateway.telemetry.series import present
 
 
 class Stages:
@@ -23,15 +22,8 @@ class Stages:
         self.request = Histogram(B_OVH)  # the gateway's own: head parsed to there, without body and queue
         self.first_event = Histogram(B_OVH)  # the gateway's own: first output event read to handed to the client
 
-    def count(self, ended: Sequence[Exchange]) -> None:
-        """Of exchanges that have ended. A second attempt waited for the first one: then there is no telling."""
-        self.body.observe_all([x.body_read - x.accepted for x in ended if x.body_read is not None])
-        own, pick = [], []
-        for x in ended:
-            began, selected, read, queued = x.connect_began, x.selected, x.body_read, x.queued
-            if began is not None and selected is not None and x.attempts == 1:
-                pick.append(began - selected)
-                waited = 0.0 if queued is None else selected - queued
-                own.append(began - (x.accepted if read is None else read) - waited)
-        self.pick.observe_all(pick)
-        self.request.observe_all(own)
+    def count(self, of: Columns) -> None:
+        self.body.observe_all(present(of.body))
+        self.pick.observe_all(present(of.pick))
+        self.request.observe_all(present(of.own))
+        self.first_event.observe_all(present(of.handed_on))

@@ -33,8 +33,19 @@ class FakeMeter:
             setattr(self, name, value)
         self.reads: int = fields.get("reads", self.events)
 
-    def totals(self) -> tuple[int, int, int | None, str]:
-        return self.events, len(self.gaps), self.output_tokens, self.token_source
+    def totals(self) -> tuple[int, int, int, int | None, str]:
+        return self.events, len(self.gaps), self.reads, self.output_tokens, self.token_source
+
+    def pace(self) -> tuple[float | None, str | None]:
+        return self.tpot, self.tpot_skipped
+
+    @property
+    def itl_n(self) -> int:
+        return len(self.gaps)
+
+    @property
+    def itl_sum(self) -> float:
+        return sum(self.gaps)
 
     def take_itl(self) -> tuple[list[int], float, int]:
         taken, gaps = Histogram(B_TPOT), self.gaps
