@@ -162,8 +162,9 @@ class App:
         )
         parts: list[Observer] = [self.metrics]
         if config.log.access:
-            self._lines = logs.LineWriter(self._outlet, self._soon)
-            parts.append(AccessLog(self._lines, wall=time.time, form=config.log.format))
+            write = logs.LineWriter(self._outlet)
+            self._access_log = AccessLog(write, wall=time.time, form=config.log.format, later=self._soon)
+            parts.append(self._access_log)
         observer: Observer = parts[0] if len(parts) == 1 else Observers(*parts)
         sockets = systemd.listen_fds()
         if not sockets:
@@ -409,8 +410,8 @@ class App:
             await self._synthetic.stop()
         await self._tasks.stop()
         listen.forget(self._files)
-        if hasattr(self, "_lines"):
-            self._lines.flush()
+        if hasattr(self, "_access_log"):
+            self._access_log.flush()
         self._outlet.later = None
 
     async def _part_from_clients(self) -> None:

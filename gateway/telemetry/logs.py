@@ -1,9 +1,8 @@
 """The process's own log, on standard error; and a writer of lines for the access log.
 
 A message may quote what a client or a backend sent, so control characters are escaped: a line is one record, but for
-tracebacks, whose lines are indented in the text form. The access log writes whole lines, joined over a short delay
-where a scheduler is given: a system call for each exchange would cost more than the line. It is on the event loop's
-thread, and waits for no reader (`telemetry.outlet`).
+tracebacks, whose lines are indented in the text form. The access log writes whole lines, some at a time: a system call for
+each exchange would cost more than the line. It is on the event loop's thread, and waits for no reader (`telemetry.outlet`).
 """
 
 from __future__ import annotations
@@ -12,12 +11,9 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable
 from typing import Protocol
 
 from gateway.telemetry.accesslog import rfc3339
-
-FLUSH_AT = 65536  # characters that wait to be written, at most
 
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # all but the tab
 
@@ -63,32 +59,15 @@ def configure(level: str, form: str, stream: Stream | None = None) -> None:
 
 
 class LineWriter:
-    """Writes lines to a stream. `later` runs a callback soon; without it each line is written at once.
+    """Writes lines to a stream. One that fails loses them, counted in `lost`: a log may not take down what it tells of."""
 
-    A stream that fails loses lines, counted in `lost`: a log may not take down what it tells of.
-    """
+    __slots__ = ("_stream", "lost")
 
-    __slots__ = ("_later", "_lines", "_size", "_stream", "lost")
-
-    def __init__(self, stream: Stream, later: Callable[[Callable[[], None]], object] | None = None):
-        self._stream, self._later = stream, later
-        self._lines: list[str] = []
-        self._size = 0
+    def __init__(self, stream: Stream):
+        self._stream = stream
         self.lost = 0
 
-    def __call__(self, line: str) -> None:
-        self._lines.append(line)
-        self._size += len(line)
-        if self._later is None or self._size >= FLUSH_AT:
-            self.flush()
-        elif len(self._lines) == 1:
-            self._later(self.flush)
-
-    def flush(self) -> None:
-        """Write what waits; at the end of the process, whoever ends it calls this."""
-        lines, self._lines, self._size = self._lines, [], 0
-        if not lines:
-            return
+    def __call__(self, lines: list[str]) -> None:
         try:
             self._stream.write("\n".join(lines) + "\n")
             self._stream.flush()

@@ -48,9 +48,9 @@ def main() -> None:
     metrics = House().metrics()
     print(f"Metrics.ended          {measure(metrics.ended):6.2f} us")
     for form in ("text", "json"):
-        log = AccessLog(LineWriter(StringIO(), lambda flush: None), wall=time.time, form=form)
+        log = AccessLog(LineWriter(StringIO()), wall=time.time, form=form, later=lambda flush: None)
         print(f"AccessLog.ended {form}   {measure(log.ended):6.2f} us")
-    both = Observers(metrics, AccessLog(LineWriter(StringIO(), lambda flush: None), wall=time.time, form="json"))
+    both = Observers(metrics, AccessLog(LineWriter(StringIO()), wall=time.time, form="json", later=lambda flush: None))
     print(f"Observers.ended, both  {measure(both.ended):6.2f} us")
     began = time.process_time()
     pieces, _ = metrics.render(None)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.core.exchange import Exchange
 from gateway.core.outcome import Outcome, Phase
-from gateway.telemetry.accesslog import MAX_TEXT, AccessLog, fields, rfc3339, to_json, to_text, usual_text
+from gateway.telemetry.accesslog import MAX_TEXT, TOGETHER, AccessLog, fields, rfc3339, to_json, to_text, usual_text
 from tests.telemetry.fakes import FakeMeter, ended, refused, stream
 
 NOW = 1_783_000_000.123456
@@ -41,9 +42,47 @@ HOSTILE = [
 
 def line(exchange: Exchange, form: str) -> str:
     lines: list[str] = []
-    AccessLog(lines.append, wall=lambda: NOW, form=form).ended(exchange)
+    AccessLog(lines.extend, wall=lambda: NOW, form=form).ended(exchange)
     assert len(lines) == 1
     return lines[0]
+
+
+def log(later: Callable[[Callable[[], None]], object]) -> tuple[AccessLog, list[list[str]]]:
+    """And what it has written, call by call."""
+    written: list[list[str]] = []
+    return AccessLog(written.append, wall=lambda: NOW, later=later), written
+
+
+def test_lines_are_written_together_a_little_later() -> None:
+    scheduled: list[Callable[[], None]] = []
+    access, written = log(scheduled.append)
+    access.ended(ended(stream()))
+    access.ended(refused())
+    assert (written, len(scheduled)) == ([], 1)
+    scheduled.pop()()
+    assert ["status=200" in text for text in written[0]] == [True, False]
+    access.ended(refused())
+    assert len(scheduled) == 1
+    access.flush()
+    scheduled.pop()()  # finds nothing left
+    assert [len(lines) for lines in written] == [2, 1]
+
+
+def test_a_line_says_when_its_exchange_ended() -> None:
+    written: list[list[str]] = []
+    times = iter([NOW, NOW + 1])
+    access = AccessLog(written.append, wall=lambda: next(times), later=lambda flush: None)
+    access.ended(refused())
+    access.ended(refused())
+    access.flush()
+    assert [parse(text)["time"] for text in written[0]] == [rfc3339(NOW), rfc3339(NOW + 1)]
+
+
+def test_what_waits_is_bounded() -> None:
+    access, written = log(lambda flush: None)
+    for _ in range(TOGETHER * 2 + 1):
+        access.ended(refused())
+    assert [len(lines) for lines in written] == [TOGETHER] * 2
 
 
 def parse(text: str) -> dict[str, str]:

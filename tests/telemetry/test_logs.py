@@ -3,12 +3,12 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import StringIO
 
 import pytest
 
-from gateway.telemetry.logs import FLUSH_AT, LineWriter, configure
+from gateway.telemetry.logs import LineWriter, configure
 
 log = logging.getLogger("gateway.test")
 
@@ -100,36 +100,10 @@ def test_warnings_are_logged() -> None:
     assert "WARNING py.warnings: " in stream.getvalue()
 
 
-def test_lines_at_once_without_a_scheduler() -> None:
-    stream = StringIO()
-    write = LineWriter(stream)
-    write("a")
-    assert stream.getvalue() == "a\n"
-
-
 def test_lines_are_joined() -> None:
     stream = StringIO()
-    scheduled: list[Callable[[], None]] = []
-    write = LineWriter(stream, scheduled.append)
-    write("a")
-    write("b")
-    assert stream.getvalue() == ""
-    assert len(scheduled) == 1
-    scheduled.pop()()
+    LineWriter(stream)(["a", "b"])
     assert stream.getvalue() == "a\nb\n"
-    write("c")
-    assert len(scheduled) == 1
-    write.flush()
-    scheduled.pop()()  # finds nothing left
-    assert stream.getvalue() == "a\nb\nc\n"
-
-
-def test_what_waits_is_bounded() -> None:
-    stream = StringIO()
-    write = LineWriter(stream, lambda flush: None)
-    for _ in range(100):
-        write("x" * 1000)
-    assert len(stream.getvalue()) >= FLUSH_AT
 
 
 def test_a_broken_stream_loses_lines_and_nothing_else() -> None:
@@ -141,6 +115,5 @@ def test_a_broken_stream_loses_lines_and_nothing_else() -> None:
     closed.close()
     for stream in (Full(), closed):
         write = LineWriter(stream)
-        write("a")
-        write("b")
+        write(["a", "b"])
         assert write.lost == 2
