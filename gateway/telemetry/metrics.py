@@ -30,7 +30,8 @@ from gateway.telemetry.stages import Stages
 NONE = "none"
 MAX_BACKENDS = 256
 MAX_SERIES = 512  # pairs of a model and a backend
-FOLD_AT = 64  # ended exchanges of one series and end that are counted together
+TAKEN_AT = 128  # exchanges that have ended, of which rows are made together
+COUNTED_AT = 64  # rows of one series and end that are counted together
 WAITING_MOST = 4096  # ... that wait for that, in all
 MAX_WORDS = 64  # distinct reasons of one counter
 
@@ -104,41 +105,54 @@ class Metrics:
         self.bytes_in = self.bytes_out = 0
         self.reloads = {"success": 0, "failure": 0}
         self.last_reload = wall()  # a start is a load that succeeded
-        self._waiting = 0  # exchanges that have ended and are still to be counted
+        self._ended: list[Exchange] = []
+        self._waiting = 0  # rows of exchanges, that are still to be counted
         self._exposition = Exposition(self)
 
     # ---- the data path tells (core.exchange.Observer) ----
 
     def ended(self, exchange: Exchange) -> None:
         """Counted with others soon (`fold`): what is done many times in a row costs a fraction of what is done now and then."""
-        outcome = exchange.outcome or Outcome.INTERNAL  # whoever ended it without a word has a bug
-        series = self.series_of(exchange)
-        end: End = (outcome, exchange.code or exchange.status or NONE)
-        rows = series.waiting.get(end)
-        if rows is None:  # only a new word needs a look
-            end = (outcome, _code(end[1]))
-            rows = series.waiting.setdefault(end, [])
-        rows.append(row := numbers(exchange))
-        meter, output = exchange.meter, row[-1]
-        if meter is not None and output is not None and output[0][1] > 1:
-            series.gaps(meter)
-        bytes_in, bytes_out, _ = exchange.counted or _NOTHING
-        self.bytes_in += exchange.bytes_in - bytes_in
-        self.bytes_out += exchange.bytes_out - bytes_out
-        if outcome is not _COMPLETE:
-            self._count_odd(exchange, series, end)
-        if exchange.paused_at is not None and exchange.ended is not None:  # never resumed
-            self.tally_of(exchange.backend).paused_seconds += exchange.ended - exchange.paused_at
+        self._ended.append(exchange)
         if exchange.sampled:
             self._exemplify(exchange)
-        self._waiting += 1
-        if len(rows) >= FOLD_AT:
-            self._count(series, end)
-        elif self._waiting >= WAITING_MOST:
-            self.fold()
+        if len(self._ended) >= TAKEN_AT:
+            self._take()
+
+    def _take(self) -> None:
+        """Make rows of the exchanges that have ended, and count those of which there are enough."""
+        ended, self._ended = self._ended, []
+        for exchange in ended:
+            outcome = exchange.outcome or Outcome.INTERNAL  # whoever ended it without a word has a bug
+            series = self.series_of(exchange)
+            end: End = (outcome, exchange.code or exchange.status or NONE)
+            rows = series.waiting.get(end)
+            if rows is None:  # only a new word needs a look
+                end = (outcome, _code(end[1]))
+                rows = series.waiting.setdefault(end, [])
+            rows.append(row := numbers(exchange))
+            meter, output = exchange.meter, row[-1]
+            if meter is not None and output is not None and output[0][1] > 1:
+                series.gaps(meter)
+            bytes_in, bytes_out, _ = exchange.counted or _NOTHING
+            self.bytes_in += exchange.bytes_in - bytes_in
+            self.bytes_out += exchange.bytes_out - bytes_out
+            if outcome is not _COMPLETE:
+                self._count_odd(exchange, series, end)
+            if exchange.paused_at is not None and exchange.ended is not None:  # never resumed
+                self.tally_of(exchange.backend).paused_seconds += exchange.ended - exchange.paused_at
+            self._waiting += 1
+            if len(rows) >= COUNTED_AT:
+                self._count(series, end)
+        if self._waiting >= WAITING_MOST:
+            self._count_all()
 
     def fold(self) -> None:
         """Count the exchanges that have ended since the last time."""
+        self._take()
+        self._count_all()
+
+    def _count_all(self) -> None:
         if self._waiting:
             for series in self.series.values():
                 for end in series.waiting:
@@ -320,7 +334,7 @@ class Metrics:
     def _forget(self, which: int, gone: Collection[str]) -> None:
         """A series that ends is no reset of a counter: `rate()` takes no harm."""
         if gone:
-            self.fold()
+            self._count_all()
             self.series = {labels: series for labels, series in self.series.items() if labels[which] not in gone}
             self._cache = {}  # there may be room now for those that had none
 

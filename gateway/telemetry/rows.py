@@ -1,7 +1,7 @@
 """What is kept of an exchange that has ended, until it is counted with others of its model, backend and end: plain numbers.
 
-They are taken at once, while the exchange is at hand: some hundred octets wait in its place. And they are counted by the
-column (`series`), some dozens at a time, which costs a fraction of counting them one by one.
+Rows are made of a hundred exchanges in a row, whoever they belong to, and counted by the column (`series`) when there are some
+dozens of one kind, which may take long with many backends; meanwhile some hundred octets wait in the place of an exchange.
 """
 
 from __future__ import annotations

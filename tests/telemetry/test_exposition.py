@@ -148,7 +148,7 @@ def test_a_scrape_bears_what_happens_between_its_pieces() -> None:
         for reason in ("upstream_reset", f"reason-{number}"):
             metrics.failed(exchange, reason)
             metrics.retried(exchange, reason)
-        for _ in range(module.FOLD_AT):
+        for _ in range(module.TAKEN_AT):
             metrics.ended(ended(stream(model="new", backend="b1", status=200 + number), Outcome.UPSTREAM_STATUS))
     for family in parse_text(b"".join(made).decode()):
         if family.type == "histogram":
