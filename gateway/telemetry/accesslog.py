@@ -20,7 +20,7 @@ from gateway.telemetry.durations import durations
 from gateway.telemetry.observer import Silent
 
 MAX_TEXT = 2048
-TOGETHER = 32  # exchanges whose lines are made together, at most
+TOGETHER = 64  # exchanges whose lines are made together, at most
 
 Field = str | int | float | bool | None
 
@@ -38,7 +38,7 @@ class AccessLog(Silent):
     once.
     """
 
-    __slots__ = ("_ended", "_later", "_text", "_wall", "_write")
+    __slots__ = ("_asked", "_ended", "_later", "_text", "_wall", "_write")
 
     def __init__(
         self,
@@ -51,13 +51,19 @@ class AccessLog(Silent):
         self._write, self._wall, self._later = write, wall, later
         self._text = {"json": False, "text": True}[form]
         self._ended: list[tuple[Exchange, float]] = []  # and when
+        self._asked = False  # `later` has been, and has still to call
 
     def ended(self, exchange: Exchange) -> None:
         self._ended.append((exchange, self._wall()))
         if self._later is None or len(self._ended) >= TOGETHER:
             self.flush()
-        elif len(self._ended) == 1:
-            self._later(self.flush)
+        elif not self._asked:
+            self._asked = True
+            self._later(self._called)
+
+    def _called(self) -> None:
+        self._asked = False
+        self.flush()
 
     def flush(self) -> None:
         """Write what waits; at the end of the process, whoever ends it calls this."""

@@ -79,10 +79,16 @@ def test_a_line_says_when_its_exchange_ended() -> None:
 
 
 def test_what_waits_is_bounded() -> None:
-    access, written = log(lambda flush: None)
+    scheduled: list[Callable[[], None]] = []
+    access, written = log(scheduled.append)
     for _ in range(TOGETHER * 2 + 1):
         access.ended(refused())
     assert [len(lines) for lines in written] == [TOGETHER] * 2
+    assert len(scheduled) == 1
+    scheduled.pop()()
+    assert len(written[-1]) == 1
+    access.ended(refused())
+    assert len(scheduled) == 1
 
 
 def parse(text: str) -> dict[str, str]:
