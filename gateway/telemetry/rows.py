@@ -95,7 +95,8 @@ def _output(x: Exchange, meter: Meter) -> Output:
     tpot = skipped = None
     if events and x.stream is not False:
         # A stream that broke off tells nothing of the speed of whole ones.
-        tpot, skipped = meter.pace() if x.outcome is _COMPLETE else (None, "not_ok")
+        tpot, why = meter.pace() if x.outcome is _COMPLETE else (None, "not_ok")
+        skipped = why if tpot is None else None  # an estimate is a TPOT, too, under its own label
     return (
         totals,
         tpot,

@@ -172,12 +172,13 @@ def test_what_was_not_measured_is_not_observed() -> None:
 def test_a_stream_that_broke_off_has_a_ttft_but_no_tpot() -> None:
     metrics = House().metrics()
     metrics.ended(ended(stream(FakeMeter(tpot=0.02, tpot_skipped=None)), Outcome.UPSTREAM_RESET))
-    metrics.ended(ended(stream(FakeMeter(tpot=0.02, token_source="events"))))
+    metrics.ended(ended(stream(FakeMeter(tpot=0.02, token_source="events", tpot_skipped="estimated"))))
     metrics.ended(ended(stream(FakeMeter(tpot_skipped="single_read"))))
     samples = scrape(metrics)
     assert total(samples, "time_to_first_token_seconds_count") == 3
     assert value(samples, "tpot_skipped_total", reason="not_ok") == 1
     assert value(samples, "tpot_skipped_total", reason="single_read") == 1
+    assert total(samples, "tpot_skipped_total") == 2
     assert value(samples, "time_per_output_token_seconds_count", model="llama", backend="b1", source="events") == 1
 
 
