@@ -31,7 +31,7 @@ AT_ONCE = 64  # looks at backends that are down, or of whom nothing is known yet
 PAGE_MOST = 1 << 22  # octets of what a backend says of itself
 NAMED_MOST = 1000  # models of one backend
 SLEEP = "/is_sleeping"  # of a vLLM in development mode (vllm/entrypoints/serve/sleep), for those whose metrics do not say it
-UNASKED = 600.0  # seconds until a backend that does not know of sleep is asked again; it was away meanwhile: at once
+UNASKED = 600.0  # seconds until a backend that does not know of sleep is asked again; at once where it was away meanwhile
 TOLD = 60.0  # seconds between the model lists of a backend whose models are told: they describe, and decide nothing
 
 

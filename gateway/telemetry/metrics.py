@@ -32,7 +32,7 @@ MAX_BACKENDS = 256
 MAX_SERIES = 512  # pairs of a model and a backend
 TAKEN_AT = 128  # exchanges that have ended, of which rows are made together
 COUNTED_AT = 64  # rows of one series and end that are counted together
-WAITING_MOST = 4096  # ... that wait for that, in all
+WAITING_MOST = 4096  # rows that wait for others of their kind, of all series together
 MAX_WORDS = 64  # distinct reasons of one counter
 
 STATUSES = frozenset(status.value for status in http.HTTPStatus)

@@ -81,8 +81,7 @@ def numbers(x: Exchange) -> Numbers:
 def begun(x: Exchange) -> Begun:
     """Of a stream whose first output event has been written."""
     written, sent, head, meter = x.first_output_written, x.sent, x.head_received, x.meter
-    if written is None:
-        return _NOT_BEGUN
+    assert written is not None
     came = None if meter is None else meter.first_output
     if came is None or sent is None or head is None:
         return (written - x.accepted, None, None, None)

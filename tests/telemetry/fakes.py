@@ -40,10 +40,6 @@ class FakeMeter:
         return self.tpot, self.tpot_skipped
 
     @property
-    def itl_n(self) -> int:
-        return len(self.gaps)
-
-    @property
     def itl_sum(self) -> float:
         return sum(self.gaps)
 

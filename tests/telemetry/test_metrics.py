@@ -329,6 +329,32 @@ def test_models_are_capped_and_make_room_when_they_go() -> None:
     assert value(samples, "requests_total", model="b", **pair) == 1
 
 
+def test_what_waits_to_be_counted_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TAKEN_AT", 1)
+    monkeypatch.setattr(module, "WAITING_MOST", 4)
+    metrics = House().metrics()
+    waiting = []
+    for status in range(400, 410):
+        metrics.ended(ended(stream(status=status), Outcome.UPSTREAM_STATUS))
+        waiting.append(sum(len(rows) for series in metrics.series.values() for rows in series.waiting.values()))
+    assert waiting == [1, 2, 3, 0, 1, 2, 3, 0, 1, 2]
+    assert total(scrape(metrics), "requests_total") == 10
+
+
+def test_what_waited_for_a_backend_that_went_counts_where_no_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TAKEN_AT", 1)
+    monkeypatch.setattr(module, "MAX_BACKENDS", 2)
+    house = House()
+    metrics = house.metrics()
+    metrics.ended(ended(stream(backend="b1")))
+    house.backends = [BackendSample("b3", True, "up", 0, 0)]
+    for name in ("b2", "b3"):
+        metrics.ended(ended(stream(backend=name)))
+    samples = scrape(metrics)
+    assert {dict(pairs)["backend"] for name, pairs in samples if name == "requests_total"} == {"b3"}
+    assert total(samples, "body_seconds_count") == 3
+
+
 def test_backends_that_come_and_go_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BACKENDS", 4)
     house = House()
