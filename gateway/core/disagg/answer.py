@@ -21,22 +21,23 @@ class Fault(NamedTuple):
     error: bytes = b""  # as the engine worded it, as JSON
 
 
-def fault(path: bytes, answer: bytes, *, whole: bool) -> Fault | None:
-    """None: nothing is wrong. `whole`: P was asked for one JSON object; else for what the client asked for."""
+def fault(path: bytes, answer: bytes) -> Fault | None:
+    """Of what P answered to what the client asked for. None: nothing is wrong."""
     begin = answer.lstrip(b" \t\r\n\xef\xbb\xbf")[:1]
-    if whole or begin == b"{":
-        return _of(_read_whole(path, answer), answer)
+    if begin == b"{":
+        return fault_of(read_whole(path, answer), answer)
     if begin == b"[" and answer.rstrip().endswith(b"]"):  # SGLang: a batch
         return None
     scanner, seen = Scanner(), False
     for data, reading in _read(path, scanner, answer):
         seen = True
-        if (found := _of(reading, data)) is not None:
+        if (found := fault_of(reading, data)) is not None:
             return found
     return None if seen or scanner.overflowed else Fault("is neither JSON nor an event stream")
 
 
-def _read_whole(path: bytes, answer: bytes) -> Reading:
+def read_whole(path: bytes, answer: bytes) -> Reading:
+    """One JSON object."""
     if path == _GENERATE and b'"abort"' in answer:
         said = from_json(answer)
         meta = said.get("meta_info") if isinstance(said, dict) else None
@@ -49,10 +50,11 @@ def _read_whole(path: bytes, answer: bytes) -> Reading:
 def _read(path: bytes, scanner: Scanner, answer: bytes) -> Iterator[tuple[bytes, Reading]]:
     dialect = for_path(path.decode("latin-1"))
     for event in (*scanner.feed(answer), *scanner.end()):
-        yield event.data, _read_whole(path, event.data) if dialect is None else dialect.read(event)
+        yield event.data, read_whole(path, event.data) if dialect is None else dialect.read(event)
 
 
-def _of(reading: Reading, data: bytes) -> Fault | None:
+def fault_of(reading: Reading, data: bytes) -> Fault | None:
+    """`data`: what was read."""
     if reading.error is not None:
         return Fault(f"is an error ({reading.error})", data)
     if failed(reading.finish_reason):

@@ -21,10 +21,11 @@ from __future__ import annotations
 import abc
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
+from gateway.core.dialects import Reading
 from gateway.core.disagg import encoding, logprobs
-from gateway.core.disagg.answer import fault
+from gateway.core.disagg.answer import fault, fault_of, read_whole
 from gateway.core.disagg.asked import Asked
 from gateway.core.disagg.body import NULL, Body, as_json
 from gateway.core.disagg.shape import Shape, shaped
@@ -130,9 +131,6 @@ class Handoff(NamedTuple):
     """What P's answer brought."""
 
     params: bytes = b""  # kv_transfer_params for D as JSON, octet for octet P's own; b"": nothing is carried
-    remote_request_id: str | None = None  # for the log
-    finish_reason: str | None = None
-    prompt_tokens: int | None = None
     cached_tokens: int | None = None  # of P's usage: the truth about the prefix cache (D counts what was transferred)
     prompt_logprobs: bytes = b""  # as JSON, where P was asked for them
 
@@ -257,7 +255,7 @@ class Connector(abc.ABC):
 
     def encoded(self, name: str, answer: bytes) -> None:
         """The answer of the encoder of this name, whose status was 200. Raises HandoffMissing: it is an error, or none."""
-        found = fault(encoding.PATH, answer, whole=True)
+        found = fault_of(read_whole(encoding.PATH, answer), answer)
         if found is not None:
             raise HandoffMissing(f"the encoder {name} answered with 200, but its answer {found.words}", error=found.error)
         try:
@@ -280,12 +278,15 @@ class Connector(abc.ABC):
 
     def take(self, asked: Asked, pair: Pair, answer: bytes) -> Handoff:
         """P's answer, whose status was 200. Raises HandoffMissing: it is an error, or none that D can be asked with."""
-        found = fault(asked.path, answer, whole=self.shapes)
+        reading = read_whole(asked.path, answer) if self.shapes else None
+        found = fault(asked.path, answer) if reading is None else fault_of(reading, answer)
         if found is not None:
             message = f"the prefill engine {pair.prefill.name} answered with 200, but its answer {found.words}"
             raise HandoffMissing(message, holds=self._holds(answer), error=found.error)
+        if reading is None:
+            return Handoff()
         try:
-            return self.accept(asked, pair, answer)
+            return self.accept(pair, _answer(answer, pair), reading)
         except HandoffMissing as missing:
             missing.holds = self._holds(answer)
             raise
@@ -293,9 +294,10 @@ class Connector(abc.ABC):
             message = f"the prefill engine {pair.prefill.name} answered with kv_transfer_params that cannot be read"
             raise HandoffMissing(f"{message}: {why_not(refusal)}", holds=self._holds(answer)) from None
 
-    def accept(self, asked: Asked, pair: Pair, answer: bytes) -> Handoff:
-        """P's answer, in which nothing has failed. Raises Refusal, mostly HandoffMissing, naming what is missing."""
-        return handoff_of(answer_of(answer, pair), b"") if self.shapes else Handoff()
+    def accept(self, pair: Pair, said: Body, reading: Reading) -> Handoff:
+        """P's answer to a request that was `shaped`, in which nothing has failed. Raises Refusal, mostly HandoffMissing, naming
+        what is missing."""
+        return Handoff(b"", reading.cached_tokens, logprobs.found(said))
 
     def _holds(self, answer: bytes) -> bool:
         """Whether P, whose answer is of no use, keeps KV by it: it says where."""
@@ -403,7 +405,7 @@ def params(**values: object) -> bytes:
     return as_json(values)
 
 
-def answer_of(answer: bytes, pair: Pair) -> Body:
+def _answer(answer: bytes, pair: Pair) -> Body:
     """P's answer, as a JSON object. Raises HandoffMissing."""
     try:
         return Body(answer)
@@ -415,28 +417,3 @@ def answer_of(answer: bytes, pair: Pair) -> Body:
 def why_not(refusal: Refusal) -> str:
     """Why something is no JSON object, which is not the client's."""
     return refusal.message.removeprefix(NOT_JSON)
-
-
-def handoff_of(said: Body, octets: bytes, given: Body | None = None) -> Handoff:
-    """What P's whole answer says beside the params, whose octets are given."""
-    usage = _object(said.value("usage"))
-    details = _object(usage.get("prompt_tokens_details")) or _object(usage.get("input_tokens_details"))
-    choices = said.value("choices")
-    first = _object(choices[0]) if isinstance(choices, list) and choices else {}
-    remote = given.value("remote_request_id") if given is not None else None
-    return Handoff(
-        octets,
-        remote if isinstance(remote, str) else None,
-        reason if isinstance(reason := first.get("finish_reason", said.value("stop_reason")), str) else None,
-        _count(usage.get("prompt_tokens", usage.get("input_tokens"))),
-        _count(details.get("cached_tokens")),
-        logprobs.found(said),
-    )
-
-
-def _object(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _count(value: object) -> int | None:
-    return value if type(value) is int and value >= 0 else None

@@ -6,20 +6,23 @@ escapes. A member that a connector owns and that is there twice goes altogether,
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, Final
 
 import msgspec
 
 from gateway.core.inspection import members
-from gateway.core.jsonbody import Member, values_of
+from gateway.core.jsonbody import MEMBERS_MOST, Member, values_of
 
 _BLANK: Final = b" \t\r\n"
 NULL: Final = b"null"
 TRUE: Final = b"true"
 FALSE: Final = b"false"
 ONE: Final = b"1"
+_SPACED: Final = (b", ", b'"%b": %b')  # between members, and a member: as Python's json lays an object out
+_COMPACT: Final = (b",", b'"%b":%b')  # JSON.stringify, and Python's clients of OpenAI
 
 
 class Body:
@@ -59,6 +62,11 @@ class Body:
         value = bytes(found)
         return None if value == NULL else value
 
+    def lacks(self, keys: Iterable[str]) -> list[str]:
+        """Those that are missing, or null."""
+        values = self._values
+        return [key for key in keys if key not in values or bytes(values[key]) == NULL]
+
     def value(self, key: str) -> object:
         """A member's value, decoded. None also where no parser can read it: the engine will refuse it."""
         raw = self.raw(key)
@@ -72,8 +80,11 @@ class Body:
     def edited(self, put: Mapping[str, bytes] = {}, drop: Set[str] = frozenset()) -> bytes:
         """The same octets, with the members of `put` (key -> JSON) in place of the client's own of that name, or behind the
         last member where there is none, and without those that `drop` names. Each key of `put` is there once."""
-        if self._values and drop.isdisjoint(self._values) and put.keys().isdisjoint(self._values):
+        values = self._values
+        if values and drop.isdisjoint(values) and put.keys().isdisjoint(values):
             return self._appended(put)
+        if self._found is None and (laid_out := self._laid_out()) is not None:
+            return _rewritten(*laid_out, put, drop)
         octets, found, new = memoryview(self.octets), self.members, dict(put)
         if not found:
             opening = self.octets.index(b"{") + 1
@@ -96,6 +107,17 @@ class Body:
             pieces += [b", " if kept else b"", _joined(new)]
         pieces.append(octets[found[-1].end :])
         return b"".join(pieces)
+
+    def _laid_out(self) -> tuple[tuple[bytes, bytes], dict[str, bytes]] | None:
+        """How its members are laid out, and each as it stands, where it is written as Python's json or JSON.stringify write an
+        object: no places need be looked for, which takes several times as long. No member is there twice in such a one."""
+        octets, values = self.octets, self._values
+        if not 0 < len(values) <= MEMBERS_MOST:
+            return None
+        layout = _SPACED if octets.startswith(b" ", octets.find(b'":') + 2) else _COMPACT
+        comma, member = layout
+        members = {key: member % (key.encode(), value) for key, value in values.items()}
+        return (layout, members) if octets == b"{%b}" % comma.join(members.values()) else None
 
     def _appended(self, put: Mapping[str, bytes]) -> bytes:
         """The same, where nothing is touched at all: no places are looked for, but the end."""
@@ -123,8 +145,27 @@ class Body:
         return b"".join(pieces)
 
 
+def _rewritten(layout: tuple[bytes, bytes], members: dict[str, bytes], put: Mapping[str, bytes], drop: Set[str]) -> bytes:
+    """`Body.edited` of one that is laid out so."""
+    comma, member = layout
+    kept = comma.join(
+        [
+            member % (key.encode(), put[key]) if key in put else as_it_stands
+            for key, as_it_stands in members.items()
+            if key in put or key not in drop
+        ]
+    )
+    added = _joined({key: value for key, value in put.items() if key not in members})
+    return b"{%b%b%b}" % (kept, b", " if kept and added else b"", added)
+
+
 def _joined(put: Mapping[str, bytes]) -> bytes:
-    return b", ".join([b"%b: %b" % (as_json(key), value) for key, value in put.items()])
+    return b", ".join([b"%b: %b" % (_name(key), value) for key, value in put.items()])
+
+
+@functools.lru_cache(256)
+def _name(key: str) -> bytes:
+    return as_json(key)
 
 
 def from_json(raw: bytes) -> object:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from gateway.core.dialects import Reading
 from gateway.core.disagg.asked import Asked
 from gateway.core.disagg.base import (
     RANK,
@@ -23,7 +24,7 @@ from gateway.core.disagg.base import (
     bracketed,
     params,
 )
-from gateway.core.disagg.body import FALSE, TRUE, Body, as_json, from_json
+from gateway.core.disagg.body import FALSE, TRUE, Body, as_json
 from gateway.core.disagg.nixl import Nixl
 
 PORTS = ("handshake_port", "notify_port")
@@ -50,7 +51,7 @@ class MoriioRead(Nixl):
         )
         return _leg(asked, pair, self.shaped(asked, {"kv_transfer_params": given}, self.staging(pair)), pair.prefill, pair.rank)
 
-    def handed(self, asked: Asked, pair: Pair, given: Body) -> bytes:
+    def handed(self, pair: Pair, given: Body) -> bytes:
         """P's own object, as one that says where P is and on which rank it ran."""
         rank = rank_of(given, pair)
         put = {"do_remote_decode": FALSE, "do_remote_prefill": TRUE, "remote_dp_rank": as_json(rank)}
@@ -107,14 +108,12 @@ class MoriioWrite(Connector):
         )
         return _leg(asked, pair, self.with_params(asked, given), pair.decode, pair.rank)
 
-    def accept(self, asked: Asked, pair: Pair, answer: bytes) -> Handoff:
+    def accept(self, pair: Pair, said: Body, reading: Reading) -> Handoff:
         """Nothing is carried, but P says on which rank it ran: it must be the one that D was given."""
-        handoff = super().accept(asked, pair, answer)
-        said = from_json(answer)
-        given = Body(answer).inner("kv_transfer_params") if isinstance(said, dict) else None
+        given = said.inner("kv_transfer_params")
         if given is not None and (rank := rank_of(given, pair)) != pair.rank:
             raise HandoffMissing(f"the prefill engine {pair.prefill.name} ran on DP rank {rank}, and not on {pair.rank}")
-        return handoff
+        return super().accept(pair, said, reading)
 
 
 def rank_of(given: Body, pair: Pair) -> int:

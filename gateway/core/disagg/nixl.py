@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Final
 
+from gateway.core.dialects import Reading
 from gateway.core.disagg.asked import Asked
-from gateway.core.disagg.base import Connector, Handoff, HandoffMissing, Leg, Order, Pair, answer_of, handoff_of, params
+from gateway.core.disagg.base import Connector, Handoff, HandoffMissing, Leg, Order, Pair, params
 from gateway.core.disagg.body import Body, as_json
 from gateway.core.disagg.shape import Shape
 
@@ -37,16 +38,15 @@ class Nixl(Connector):
         """Current NIXL stages KV whatever ended P's token, Mooncake and older NIXL only where its limit did (pd.md 2.1)."""
         return Shape(min_tokens=True) if pair.capped else self.shape
 
-    def accept(self, asked: Asked, pair: Pair, answer: bytes) -> Handoff:
-        said = answer_of(answer, pair)
+    def accept(self, pair: Pair, said: Body, reading: Reading) -> Handoff:
         given = said.inner("kv_transfer_params")
         if given is None:
-            early = not self.staging(pair).min_tokens and handoff_of(said, b"").finish_reason == "stop"
+            early = not self.staging(pair).min_tokens and reading.finish_reason == "stop"
             why = "its first token ended the answer" if early else "does it run with a KV connector?"
             raise HandoffMissing(
                 f"the prefill engine {pair.prefill.name} answered without kv_transfer_params: {why}", early=early
             )
-        missing = [name for name in self.required if given.raw(name) is None]
+        missing = given.lacks(self.required)
         if self.flagged and given.value("do_remote_prefill") is not True:
             missing.insert(0, "do_remote_prefill: true")
         if missing:
@@ -55,9 +55,9 @@ class Nixl(Connector):
             )
         if self.rules.remote_host:
             given = Body(given.edited({"remote_host": as_json(pair.prefill.kv_name)}))
-        return handoff_of(said, self.handed(asked, pair, given), given)
+        return super().accept(pair, said, reading)._replace(params=self.handed(pair, given))
 
-    def handed(self, asked: Asked, pair: Pair, given: Body) -> bytes:
+    def handed(self, pair: Pair, given: Body) -> bytes:
         """What D gets, of P's params."""
         return given.octets
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from gateway.core.disagg.asked import Asked
 from gateway.core.disagg.base import Pair
 from gateway.core.disagg.body import FALSE, TRUE, Body, as_json
 from gateway.core.disagg.nixl import Nixl
@@ -21,7 +20,7 @@ class NixlPush(Nixl):
     flagged = False
     abort_in_transfer_unsafe = True  # what D has allocated for a push leaks where it is aborted (vLLM 46283, 46289, 50754)
 
-    def handed(self, asked: Asked, pair: Pair, given: Body) -> bytes:
+    def handed(self, pair: Pair, given: Body) -> bytes:
         put = {"do_remote_prefill": TRUE, "do_remote_decode": FALSE}
         put |= {name: raw for name in (*_COORDINATES, "tp_size") if (raw := given.raw(name)) is not None}
         if "tp_size" not in put:

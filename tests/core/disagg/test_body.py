@@ -61,6 +61,21 @@ def bodies(draw: st.DrawFn) -> tuple[bytes, list[tuple[str, Any]]]:
     return f"{draw(blanks)}{{{text}}}{draw(blanks)}".encode("utf-8", "surrogatepass"), pairs
 
 
+@given(
+    st.dictionaries(keys, values, max_size=6),
+    st.sampled_from([(", ", ": "), (",", ":")]),
+    st.booleans(),
+    st.dictionaries(st.sampled_from(["a", "stream_x", "new", "newer"]), st.just(b"[1, 2]")),
+    st.sets(keys),
+)
+def test_how_it_is_laid_out_is_no_matter(
+    members: dict[str, Any], layout: tuple[str, str], plain: bool, put: dict[str, bytes], drop: set[str]
+) -> None:
+    """What clients' libraries write is edited without a look at places, with the same outcome."""
+    octets = json.dumps(members, separators=layout, ensure_ascii=plain).encode()
+    assert Body(octets).edited(put, drop) + b"\n" == Body(octets + b"\n").edited(put, drop)
+
+
 @given(bodies())
 def test_the_decode_body_is_the_clients_own(given_: tuple[bytes, list[tuple[str, Any]]]) -> None:
     """Less its owned members it is the client's, in value and order; and its octets are the client's but for one splice."""

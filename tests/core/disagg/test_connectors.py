@@ -160,7 +160,7 @@ def test_nixl_push() -> None:
         "tp_size": 4,
         "transfer_mode": "push",
     }
-    handoff = of.accept(ask(), PAIR, answered(**full))
+    handoff = of.take(ask(), PAIR, answered(**full))
     expected = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -173,7 +173,7 @@ def test_nixl_push() -> None:
     assert kv(of.decode(ask(), PAIR, handoff)) == expected
     del full["remote_engine_id"]
     with pytest.raises(HandoffMissing, match="remote_engine_id"):
-        of.accept(ask(), PAIR, answered(**full))
+        of.take(ask(), PAIR, answered(**full))
 
 
 def test_mooncake() -> None:
@@ -220,7 +220,7 @@ def test_mooncake_ascend_hands_over_all() -> None:
         "remote_multi_nodes_meta_mapping": {},
         "num_prompt_blocks": 3,
     }
-    assert kv(of.decode(ask(), PAIR, of.accept(ask(), PAIR, answered(**given)))) == given
+    assert kv(of.decode(ask(), PAIR, of.take(ask(), PAIR, answered(**given)))) == given
 
 
 def test_p2p_nccl() -> None:
@@ -262,7 +262,7 @@ def test_moriio_read() -> None:
         "remote_tp_size": 4,
     }
     assert (prefill.request_id, rank(prefill)) == (MORIIO_ID, b"1")
-    handoff = of.accept(
+    handoff = of.take(
         asked, MORIIO, answered(remote_engine_id="e", remote_block_ids=[3], transfer_id="tx-z", remote_dp_rank=0)
     )
     decode = of.decode(asked, MORIIO, handoff)
@@ -288,7 +288,7 @@ def test_moriio_read() -> None:
 def test_moriio_rank_is_checked(name: str, bad: object) -> None:
     answer = answered(remote_engine_id="e", remote_block_ids=[3], transfer_id="tx-z", remote_dp_rank=bad)
     with pytest.raises(HandoffMissing, match="remote_dp_rank"):
-        connector(name).accept(ask(), MORIIO, answer)
+        connector(name).take(ask(), MORIIO, answer)
 
 
 def test_moriio_write() -> None:
@@ -324,16 +324,16 @@ def test_moriio_write() -> None:
     }
     assert rank(prefill) == rank(decode) == b"1"
     assert said(decode)["max_tokens"] == 7
-    assert of.accept(asked, MORIIO, answered(remote_dp_rank=1)).prompt_tokens == 9
-    assert of.accept(asked, MORIIO, b'{"choices": []}') == Handoff()
+    assert of.take(asked, MORIIO, answered(remote_dp_rank=1)) == Handoff()
+    assert of.take(asked, MORIIO, b'{"choices": []}') == Handoff()
     with pytest.raises(HandoffMissing, match="rank 0, and not on 1"):
-        of.accept(asked, MORIIO, answered(remote_dp_rank=0))
+        of.take(asked, MORIIO, answered(remote_dp_rank=0))
 
 
 def test_lmcache() -> None:
     of, asked = connector("lmcache"), ask(stream=True, max_tokens=5)
     assert "kv_transfer_params" not in said(of.prefill(asked, PAIR))
-    assert of.accept(asked, PAIR, b'{"choices": []}') == Handoff()
+    assert of.take(asked, PAIR, b'{"choices": []}') == Handoff()
     assert of.decode(asked, PAIR).body == asked.body.octets
 
 

@@ -23,7 +23,7 @@ def test_merged(path: bytes, name: str) -> None:
     assert b'"prompt_logprobs": 1' in of.prefill(asked, PAIR).body
     choice, top = (b"", b', "prompt_logprobs": ' + LOGPROBS) if path == CHAT else (b', "prompt_logprobs": ' + LOGPROBS, b"")
     answer = b'{"choices": [{"index": 0%b}]%b, "kv_transfer_params": %b}' % (choice, top, PARAMS)
-    handoff = of.accept(asked, PAIR, answer)
+    handoff = of.take(asked, PAIR, answer)
     assert handoff.prompt_logprobs == LOGPROBS
     decode = of.decode(asked, PAIR, handoff)
     assert b"prompt_logprobs" not in decode.body
@@ -42,7 +42,7 @@ def test_merged(path: bytes, name: str) -> None:
 def test_left_alone() -> None:
     of = connector("nixl", Rules(prompt_logprobs="merge"))
     asked = ask(prompt_logprobs=1)
-    handoff = of.accept(asked, PAIR, b'{"choices": [], "prompt_logprobs": [1], "kv_transfer_params": %b}' % PARAMS)
+    handoff = of.take(asked, PAIR, b'{"choices": [], "prompt_logprobs": [1], "kv_transfer_params": %b}' % PARAMS)
     for answer in (b"", b"oops", b'{"error": {}}', b'{"choices": []}', b'{"choices": 5}'):
         assert of.merged(asked, handoff, answer) == answer
     assert of.merged(ask(), handoff, b'{"choices": [{}]}') == b'{"choices": [{}]}'
