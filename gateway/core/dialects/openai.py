@@ -117,9 +117,9 @@ class OpenAI(Dialect):
             return NOTHING
         usage, choices = part(_usage, chunk.usage, _NO_USAGE), chunk.choices or ()
         return Reading(
-            choices=tuple(choice.index for choice in choices),
+            choices=tuple([choice.index for choice in choices]),
             finish_reason=_finish(choices),
-            recomputed=any(choice.stop_reason == _RECOMPUTED for choice in choices),
+            recomputed=_RECOMPUTED in [choice.stop_reason for choice in choices],
             terminal=True,
             error=name_of(chunk.error) if chunk.error or chunk.object == "error" else None,
             prompt_tokens=usage.prompt_tokens,
@@ -240,8 +240,10 @@ def _arguments(tools: Any) -> str:
 
 def _finish(choices: Any) -> str | None:
     """Why it ended: a failure of one choice counts before how the others ended."""
-    reasons = [choice.finish_reason for choice in choices if choice.finish_reason]
-    return next(filter(failed, reasons), reasons[-1] if reasons else None)
+    reasons: list[str] = [choice.finish_reason for choice in choices if choice.finish_reason]
+    if len(reasons) > 1:
+        return next(filter(failed, reasons), reasons[-1])
+    return reasons[0] if reasons else None
 
 
 def _cached(usage: _Usage) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -44,6 +45,7 @@ _LIMITS: Final[dict[bytes, tuple[str, ...]]] = {  # the first that is given hold
     b"/v1/messages": ("max_tokens",),
 }
 _GENERATE: Final = b"/inference/v1/generate"
+_PROMPT: Final = ("prompt", "text", "token_ids", "input_ids", "prompt_embeds")  # the first that is given holds
 _TEXTS: Final = frozenset(("messages", "prompt", "input", "text", "system", "instructions", "tools", "documents", "suffix"))
 _IDS: Final = frozenset(("prompt", "token_ids", "input_ids"))
 _PROMPTS: Final = _TEXTS | _IDS
@@ -110,9 +112,9 @@ class Asked:
         """The member that whoever reads the prompt gets, as encoders answered."""
         return {"ec_transfer_params": self.ec} if self.ec else {}
 
-    def edited(self, put: dict[str, bytes], drop: frozenset[str] = frozenset()) -> bytes:
+    def edited(self, put: Mapping[str, bytes], drop: frozenset[str] = frozenset()) -> bytes:
         """The client's body with the members of `put`, and without `drop` and whatever is a connector's own."""
-        return self.body.edited(self.cleaned | put, OWNED | drop if drop else OWNED)
+        return self.body.edited({**self.cleaned, **put} if self.cleaned else put, OWNED | drop if drop else OWNED)
 
     def _limit(self, body: Body, inner: Body) -> int | None:
         if self.path == b"/generate":  # SGLang
@@ -124,7 +126,9 @@ class Asked:
 
     def _prompts(self, body: Body) -> tuple[Prompt, int]:
         """The kind, and of how many prompts; a list of one is one."""
-        for name in ("prompt", "text", "token_ids", "input_ids", "prompt_embeds"):
+        if body.names.isdisjoint(_PROMPT):
+            return Prompt.NONE, 0
+        for name in _PROMPT:
             raw = body.raw(name) if name != "text" or self.path == b"/generate" else None
             if raw is None:
                 continue

@@ -382,12 +382,12 @@ class Connector(abc.ABC):
 
     def for_decode(self, asked: Asked, put: Mapping[str, bytes] = {}) -> bytes:
         """The client's body with the members of `put`, and without whatever P has computed for it."""
-        put, drop = dict(put), frozenset[str]()
-        if asked.prompt_logprobs is not None and self.shapes:  # Rules.prompt_logprobs
-            drop = frozenset(("prompt_logprobs",))
-            if asked.sampling is not None:
-                sampling = Body(asked.cleaned.get("sampling_params", asked.sampling.octets))
-                put["sampling_params"] = sampling.edited(drop=drop)
+        if asked.prompt_logprobs is None or not self.shapes:
+            return asked.edited(put)
+        drop, put = frozenset(("prompt_logprobs",)), dict(put)  # Rules.prompt_logprobs
+        if asked.sampling is not None:
+            sampling = Body(asked.cleaned.get("sampling_params", asked.sampling.octets))
+            put["sampling_params"] = sampling.edited(drop=drop)
         return asked.edited(put, drop)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, KeysView, Mapping, Set
 from typing import Any, Final
 
 import msgspec
@@ -45,7 +45,7 @@ class Body:
         return key in self._values
 
     @property
-    def names(self) -> Set[str]:
+    def names(self) -> KeysView[str]:
         return self._values.keys()
 
     @property

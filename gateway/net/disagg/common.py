@@ -71,10 +71,16 @@ class Means(NamedTuple):
     tasks: Tasks
     mistrust: Mistrust
 
-    async def connection(self, call: Call, connections: ConnectionPool, *, fresh: bool = False) -> Connection:
-        connection = None if fresh else connections.take()
-        self.observer.connection(connections.origin.name, reused=connection is not None)
-        return connection or await self.attempts.connect(call, connections, call.policy.timeouts.connect)
+    def kept(self, connections: ConnectionPool) -> Connection | None:
+        """A connection that is there already, if there is one."""
+        connection = connections.take()
+        if connection is not None:
+            self.observer.connection(connections.origin.name, reused=True)
+        return connection
+
+    async def fresh(self, call: Call, connections: ConnectionPool) -> Connection:
+        self.observer.connection(connections.origin.name, reused=False)
+        return await self.attempts.connect(call, connections, call.policy.timeouts.connect)
 
     def doubts(self, backend: Backend, response: ResponseHead) -> bool:
         """What an error says of the engine that answered with it. Returns whether that is to be seen yet (pd.md 7, case 17): a

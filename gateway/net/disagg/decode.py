@@ -34,8 +34,9 @@ async def decode(
     """Decode's head, once its body has begun. `request`: instead of one that fetches what prefill holds; `begin`: what its
     body's beginning is. Raises LegFailed, EngineRefused."""
     exchange, settings = call.exchange, paired.settings
-    connection = call.connection = await _reach(means, call, paired, tried)
-    assert call.connections is not None and call.lease is not None and paired.pair is not None
+    assert call.connections is not None
+    connection = call.connection = means.kept(call.connections) or await _reach(means, call, paired, tried)
+    assert call.lease is not None and paired.pair is not None
     backend, name = call.lease.backend, settings.connector.name
     now = time.monotonic()
     if request is None:
@@ -98,7 +99,7 @@ async def _head(
                 raise
         assert call.connections is not None
         call.connection = paired.answer = None  # prefill's KV waits, whatever becomes of this
-        connection = await means.connection(call, call.connections, fresh=True)
+        connection = await means.fresh(call, call.connections)
 
 
 async def _reach(means: Means, call: Call, paired: Paired, tried: list[Backend]) -> Connection:
@@ -108,7 +109,7 @@ async def _reach(means: Means, call: Call, paired: Paired, tried: list[Backend])
         assert call.connections is not None and call.lease is not None and paired.pair is not None
         backend = call.lease.backend
         try:
-            return await means.connection(call, call.connections)
+            return means.kept(call.connections) or await means.fresh(call, call.connections)
         except UpstreamFailed as failure:
             means.blame(call.exchange, backend, failure)
             tried.append(backend)

@@ -150,7 +150,10 @@ class Pairs:
     ) -> ResponseHead | None:
         """One attempt after the other, by backends of the roles that `tried` names. None: that was the encoders' stage only,
         and one backend is to do all else. Raises Refusal, EngineRefused."""
-        paired = await self._first(call, head, asked, settings, tried)
+        if self._turns.waits(call, tried):
+            paired = await self._in_turn(call, head, asked, settings, tried)
+        else:
+            paired = self.begin(call, asked, settings, tried)
         while True:
             try:
                 if "both" in tried:
@@ -201,7 +204,8 @@ class Pairs:
     async def attempt(self, call: Call, paired: Paired, tried: Tried) -> ResponseHead:
         """Raises LegFailed, Refusal, EngineRefused."""
         call.exchange.attempts += 1
-        await encode(self.means, call, paired, tried.get("encode", ()))
+        if paired.encoder is not None:
+            await encode(self.means, call, paired, tried["encode"])
         response = await self._legs(call, paired, tried["decode"])
         if call.doubted:
             self.means.judge(call, at_fault=response.status < 500)
@@ -268,11 +272,10 @@ class Pairs:
 
     # QUEUED -----------------------------------------------------------------------------------------------------------
 
-    async def _first(self, call: Call, head: RequestHead, asked: Asked, settings: PairSettings, tried: Tried) -> Paired:
+    async def _in_turn(self, call: Call, head: RequestHead, asked: Asked, settings: PairSettings, tried: Tried) -> Paired:
         """As `begin`, when there is room for it. Raises Refusal."""
         taken: list[Paired | Refusal] = []
-        if not await self._turns.wait(call, head, tried, lambda: taken.append(self._taken(call, asked, settings, tried))):
-            return self.begin(call, asked, settings, tried)
+        await self._turns.wait(call, head, tried, lambda: taken.append(self._taken(call, asked, settings, tried)))
         call.exchange.selected = time.monotonic()
         (found,) = taken
         if isinstance(found, Refusal):

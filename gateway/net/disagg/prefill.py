@@ -109,7 +109,8 @@ async def sent(
     """A request that may be sent `twice`: on a kept connection, and if that proves stale on a fresh one. Raises Refusal."""
     marks, fresh = leg.exchange, False
     while True:
-        connection = leg.connection = await means.connection(call, connections, fresh=fresh)
+        kept = None if fresh else means.kept(connections)
+        connection = leg.connection = kept or await means.fresh(call, connections)
         marks.sent = marks.connected = call.exchange.connected = time.monotonic()
         try:
             reply = leg.reply = Promise()

@@ -57,13 +57,20 @@ class Turns:
         self._fleet, self._admission, self._waiting = fleet, admission, waiting
         self._lines: dict[_Need, Line] = {}  # of those for which somebody has had to wait
 
-    async def wait(self, call: Call, head: RequestHead, tried: Tried, take: Callable[[], None]) -> bool:
-        """Whether it had to wait; if so `take` has been called in the step in which its turn came. Raises Refusal."""
+    def waits(self, call: Call, tried: Tried) -> bool:
+        """Whether a request has to stand in line: there is one already, or somebody whom it needs has no room."""
+        fleet, name = self._fleet, self._fleet.model_of(call)
+        if self._lines:
+            line = self._lines.get((name, tuple(tried)))
+            if line is not None and line.waiting:
+                return True
+        return any(not fleet.of_model(role, name).has_room(time.monotonic) for role in tried)
+
+    async def wait(self, call: Call, head: RequestHead, tried: Tried, take: Callable[[], None]) -> None:
+        """Stand in line. `take` is called in the step in which its turn comes. Raises Refusal."""
         fleet = self._fleet
-        need = name, roles = fleet.model_of(call), tuple(tried)
+        need = name, _ = fleet.model_of(call), tuple(tried)
         line = self._lines.get(need)
-        if (line is None or not line.waiting) and all(fleet.of_model(role, name).has_room(time.monotonic) for role in roles):
-            return False
         if line is None:
             self._lines = {known: other for known, other in self._lines.items() if other.waiting}
             line = self._lines[need] = Line(_Room(fleet, need), name)
@@ -73,7 +80,6 @@ class Turns:
         call.slot = None
         self._admission.release(slot)
         await self._waiting.stand(call, head, line, way.rank, take)
-        return True
 
     def is_full(self, call: Call, tried: Tried) -> bool:
         """Whether a second try has to wait."""
