@@ -32,6 +32,7 @@ from gateway.net.hold import Hold
 from gateway.net.legs import Leg
 from gateway.net.putoff import PutOff, put_off
 from gateway.net.tasks import Tasks
+from gateway.net.timed import Timed, total_passed
 from gateway.net.upstream import Connection, ConnectionPool
 from gateway.net.waiting import Waiting
 from gateway.net.watch import Watch
@@ -248,13 +249,9 @@ class Attempts:
     async def connect(self, call: Call, connections: ConnectionPool, seconds: float) -> Connection:
         name = connections.origin.name
         try:
-            return await body.timed(
-                call,
-                connections.open(),
-                seconds,
-                "timeout_connect",
-                f"the backend {name} took no connection within {seconds:g} s (timeouts.connect)",
-            )
+            words = "the backend %s took no connection within %g s (timeouts.connect)"
+            with Timed(call, seconds, "timeout_connect", words, name, seconds):
+                return await connections.open()
         except Refusal as refusal:
             if refusal.code == "timeout_connect":
                 raise UpstreamFailed(refusal.code, refusal.message, unsent=True) from None
@@ -284,7 +281,7 @@ class Attempts:
         timeouts, now = call.policy.timeouts, time.monotonic()
         if outcome is Outcome.TIMEOUT_TOTAL and call.paired is not None and call.paired.transfers:
             assert timeouts.total is not None
-            call.interrupt(body.total_passed(timeouts.total))  # decode may not have fetched yet what prefill holds
+            call.interrupt(total_passed(timeouts.total))  # decode may not have fetched yet what prefill holds
             return
         for leg in (call, *call.others):
             waiting, sent = leg.waiting, leg.exchange.sent
@@ -292,7 +289,7 @@ class Attempts:
                 continue
             if outcome is Outcome.TIMEOUT_TOTAL:
                 assert timeouts.total is not None
-                waiting.fail(body.total_passed(timeouts.total))
+                waiting.fail(total_passed(timeouts.total))
             elif sent is not None and sent + timeouts.first_byte <= now:
                 what = "response head" if leg.hold is None else "first event"
                 name = "" if leg.lease is None else f" {leg.lease.backend.name}"

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable
-from typing import TypeVar
 
 from gateway.core import form, headers
 from gateway.core.framing import LAST_CHUNK, frame
@@ -22,10 +20,8 @@ from gateway.core.outcome import Outcome
 from gateway.core.routing import Route
 from gateway.errors import Ended, Refusal
 from gateway.net.call import Call, Policy, Upload
-from gateway.net.deadline import Deadline
+from gateway.net.timed import Timed
 from gateway.net.upstream import Connection
-
-T = TypeVar("T")
 
 # Octets of a body that are gathered before it is sent on. Nearly every prompt is smaller, and can then be tried again
 # elsewhere; a larger one is streamed, so that memory does not depend on what clients send.
@@ -147,37 +143,16 @@ async def _piece(call: Call) -> bytes:
     piece: bytes | None = None
     with contextlib.suppress(ConnectionResetError):
         # what has arrived is taken without a timer
-        piece = body.read_nowait() or await timed(
-            call,
-            body.readany(),
-            policy.timeouts.request_body,
-            "request_timeout",
-            "the request body stalled (timeouts.request_body)",
-        )
+        piece = body.read_nowait()
+        if not piece:
+            words = "the request body stalled (timeouts.request_body)"
+            with Timed(call, policy.timeouts.request_body, "request_timeout", words):
+                piece = await body.readany()
     if piece is None:  # the client has left
         raise asyncio.CancelledError
     if body.total_bytes > policy.request_body:
         raise too_large(policy)
     return piece
-
-
-async def timed(
-    call: Call, awaitable: Awaitable[T], seconds: float, code: str, message: str, *, retry_after: int | None = None
-) -> T:
-    """`awaitable`, within `seconds` and the exchange's total. Raises Refusal."""
-    total = call.policy.timeouts.total
-    left = seconds if total is None else min(seconds, call.exchange.accepted + total - time.monotonic())
-    deadline = Deadline(left)
-    try:
-        return await awaitable
-    except asyncio.CancelledError:
-        if not deadline.passed():
-            raise
-    finally:
-        deadline.end()
-    if total is not None and left < seconds:
-        raise total_passed(total)
-    raise Refusal(code, message, retry_after=retry_after)
 
 
 async def send_rest(call: Call, connection: Connection, upload: Upload) -> None:
@@ -226,11 +201,3 @@ def _feed(members: Members, piece: bytes) -> None:
 
 def framed(upload: Upload, piece: bytes) -> bytes:
     return piece if upload.length is not None or not piece else frame(piece)
-
-
-def total_passed(seconds: float) -> Refusal:
-    return Refusal(
-        "timeout_first_byte",
-        f"the exchange took longer than {seconds:g} s (timeouts.total)",
-        outcome=Outcome.TIMEOUT_TOTAL,
-    )

@@ -72,4 +72,8 @@ class within:
         passed = kind is asyncio.CancelledError and self._deadline.passed()
         self._deadline.end()
         if passed:
-            raise TimeoutError from error
+            raise self.over() from error
+
+    def over(self) -> Exception:
+        """What it raises."""
+        return TimeoutError()

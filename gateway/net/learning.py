@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 from gateway.core.disagg.base import Connector, Engine, bracketed
 from gateway.errors import UpstreamFailed
-from gateway.net import body
 from gateway.net.call import Call
 from gateway.net.fetch import fetch
+from gateway.net.timed import Timed
 from gateway.net.upstream import ConnectionPool, Origin, PoolSettings
 
 ANSWER_MOST = 1 << 20
@@ -52,8 +52,9 @@ class Learning:
         if found is None:
             url = connector.ask(engine)
             seconds = call.policy.timeouts.connect
-            message = f"the engine ids of the backend {engine.name} could not be learnt of {url} within {seconds:g} s"
-            status, answer = await body.timed(call, _get(url, engine), seconds, "timeout_connect", message)
+            words = "the engine ids of the backend %s could not be learnt of %s within %g s"
+            with Timed(call, seconds, "timeout_connect", words, engine.name, url, seconds):
+                status, answer = await _get(url, engine)
             if status != 200:
                 raise UpstreamFailed(
                     "upstream_connect", f"{url} of the backend {engine.name} answers with {status}", unsent=True

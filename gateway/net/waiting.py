@@ -17,6 +17,7 @@ from gateway.errors import Refusal
 from gateway.net import body
 from gateway.net.call import Call, Upload
 from gateway.net.fleet import Fleet
+from gateway.net.timed import Timed
 
 LOOK = 0.5  # seconds
 
@@ -154,8 +155,9 @@ class Waiting:
         ticket = admission.ticket(line, granted, _rank(call, head, rank), left)
         self._look_again()
         try:
-            message = f"no slot came free within {seconds:g} s (timeouts.queue)"
-            await body.timed(call, turn, left, "queue_timeout", message, retry_after=1)
+            words = "no slot came free within %g s (timeouts.queue)"
+            with Timed(call, left, "queue_timeout", words, seconds, retry_after=1):
+                await turn
         finally:
             admission.leave(ticket)
 

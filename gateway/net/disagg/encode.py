@@ -15,13 +15,13 @@ from gateway.core.disagg.encoding import media
 from gateway.core.disagg.parting import State
 from gateway.core.outcome import Phase
 from gateway.errors import EngineRefused, Refusal
-from gateway.net import body
 from gateway.net.call import Call
 from gateway.net.disagg.common import AGAIN, LegFailed, Means, nobody, worded
 from gateway.net.disagg.prefill import sent
 from gateway.net.fetch import Page
 from gateway.net.legs import Leg, beside
 from gateway.net.paired import Paired
+from gateway.net.timed import Timed
 
 ANSWER_MOST = 1 << 20  # octets of one of up to `encoding.ITEMS_MOST` answers
 
@@ -110,7 +110,7 @@ async def _outcome(means: Means, call: Call, paired: Paired, leg: Leg, request: 
     octets = paired.octets(request, leg.connections.origin, prefill=True)
     seconds = settings.prefill_timeout or call.policy.timeouts.first_byte
     key = "disaggregation.prefill_timeout" if settings.prefill_timeout else "timeouts.first_byte"
-    message = f"the encode leg: the backend {backend.name} gave no answer within {seconds:g} s ({key})"
+    words = "the encode leg: the backend %s gave no answer within %g s (%s)"
 
     async def whole() -> bytes | LegFailed:
         assert leg.connections is not None
@@ -132,7 +132,8 @@ async def _outcome(means: Means, call: Call, paired: Paired, leg: Leg, request: 
         return answer
 
     try:
-        return await body.timed(call, whole(), seconds, "timeout_first_byte", message)
+        with Timed(call, seconds, "timeout_first_byte", words, backend.name, seconds, key):
+            return await whole()
     except Refusal as failure:
         leg.drop()
         means.blame(leg.exchange, backend, failure)

@@ -10,7 +10,6 @@ from gateway.core.disagg.parting import State
 from gateway.core.head import ResponseHead
 from gateway.core.outcome import Phase
 from gateway.errors import Refusal, UpstreamFailed
-from gateway.net import body
 from gateway.net.call import Call
 from gateway.net.disagg.common import AGAIN, LegFailed, Means, asked_of, worded
 from gateway.net.fetch import Page
@@ -18,6 +17,7 @@ from gateway.net.legs import Leg
 from gateway.net.paired import Paired
 from gateway.net.promise import Promise
 from gateway.net.releases import PREFILL_MOST
+from gateway.net.timed import Timed
 from gateway.net.upstream import Connection, ConnectionPool
 
 
@@ -33,13 +33,9 @@ async def prefill(means: Means, call: Call, paired: Paired, given: bytes = b"", 
     seconds = settings.prefill_timeout or call.policy.timeouts.first_byte
     key = "disaggregation.prefill_timeout" if settings.prefill_timeout else "timeouts.first_byte"
     try:
-        response = await body.timed(
-            call,
-            _ask(means, call, paired, request, leg),
-            seconds,
-            "timeout_first_byte",
-            f"the prefill leg: the backend {backend.name} gave no answer within {seconds:g} s ({key})",
-        )
+        words = "the prefill leg: the backend %s gave no answer within %g s (%s)"
+        with Timed(call, seconds, "timeout_first_byte", words, backend.name, seconds, key):
+            response = await _ask(means, call, paired, request, leg)
     except Refusal as failure:
         paired.end_prefill()
         means.blame(leg.exchange, backend, failure)
