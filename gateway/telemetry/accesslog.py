@@ -26,6 +26,9 @@ Field = str | int | float | bool | None
 
 _PLAIN = re.compile(r'[^\x00-\x20"=\\\x7f-\U0010ffff]+')
 _STREAM = {None: "", True: " stream=true", False: " stream=false"}
+_NAMES = ("queue_s", "connect_s", "ttfb_s", "ttft_s", "tpot_s", "duration_s")  # of durations
+_TIMES = "".join(f" {name}=%.6f" for name in _NAMES)  # one format for all costs half of one for each
+_UNPACED = _TIMES.replace(" tpot_s=%.6f", "")
 _encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
 _encode_fast = msgspec.json.Encoder().encode
 
@@ -83,7 +86,13 @@ def usual_text(x: Exchange, now: float) -> str | None:
         return None
     meter = x.meter
     prompt_tokens, output_tokens = (None, None) if meter is None else (meter.prompt_tokens, meter.output_tokens)
-    queue, connect, first_byte, ttft, tpot, total = durations(x)
+    times = queue, connect, first_byte, ttft, tpot, total = durations(x)
+    if None not in times:
+        took = _TIMES % times
+    elif tpot is None and None not in (known := (queue, connect, first_byte, ttft, total)):  # of a stream of one token
+        took = _UNPACED % known
+    else:
+        took = "".join([f" {name}={seconds:.6f}" for name, seconds in zip(_NAMES, times, strict=True) if seconds is not None])
     line = (
         f"time={rfc3339(now)} request_id={x.request_id}{'' if x.trace_id is None else f' trace_id={x.trace_id}'} "
         f"client={x.client}{'' if x.key is None else f' key={x.key}'} method={x.method} path={x.path}"
@@ -92,10 +101,7 @@ def usual_text(x: Exchange, now: float) -> str | None:
         f"{'' if x.prefill_backend is None else f' prefill_backend={x.prefill_backend}'}"
         f"{'' if x.status is None else f' status={x.status}'}{'' if x.outcome is None else f' outcome={x.outcome}'}"
         f"{'' if x.code is None else f' code={x.code}'} phase={x.phase} bytes_in={x.bytes_in} bytes_out={x.bytes_out}"
-        f"{'' if queue is None else f' queue_s={queue:.6f}'}{'' if connect is None else f' connect_s={connect:.6f}'}"
-        f"{'' if first_byte is None else f' ttfb_s={first_byte:.6f}'}{'' if ttft is None else f' ttft_s={ttft:.6f}'}"
-        f"{'' if tpot is None else f' tpot_s={tpot:.6f}'}{'' if total is None else f' duration_s={total:.6f}'}"
-        f"{'' if prompt_tokens is None else f' prompt_tokens={prompt_tokens}'}"
+        f"{took}{'' if prompt_tokens is None else f' prompt_tokens={prompt_tokens}'}"
         f"{'' if output_tokens is None else f' output_tokens={output_tokens}'} attempts={x.attempts}"
     )
     return None if "= " in line else line  # a value that is empty is to be seen as such
